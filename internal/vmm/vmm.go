@@ -1,0 +1,184 @@
+// Package vmm is the contract between forkd and a virtual machine monitor (an engine).
+//
+// An engine does five things: it boots a parent machine from an image, it prepares a monitor process over the memory of a
+// snapshot, it loads a device state into such a monitor, it attaches again to a monitor that outlived the daemon, and it says what
+// it can do on this host. Everything about guest memory (resident images, layers, changed pages, write-protect windows) is above
+// the engines, in internal/memory: an engine only reports which process maps the memory.
+//
+// # Lifecycle of a snapshot
+//
+//	ram := memory.New(...)                       // an unsealed memfd
+//	m, _ := engine.Boot(ctx, BootConfig{Memory: ram, ...})
+//	... wait for the agent, warm up ...
+//	m.Pause(ctx); m.SaveState(ctx, state); m.Kill() // never resumed: it would write into the snapshot
+//	memory.Seal(ram)
+//
+// # Lifecycle of a child
+//
+//	p, _ := engine.Prepare(ctx, PrepareConfig{Memory: ram, ...}) // a monitor that maps ram MAP_PRIVATE and runs nothing
+//	... internal/memory may map layers over the base here ...
+//	m, _ := p.Load(ctx, state)                   // a paused machine
+//	... the first request may be written to Dial's connection here ...
+//	m.Resume(ctx)
+//
+// A daemon that starts again calls Attach with the Process it persisted.
+//
+// This package holds plain types and imports no engine. Package vmmtest has the conformance suite that every engine passes.
+package vmm
+
+import (
+	"context"
+	"errors"
+	"net"
+	"os"
+)
+
+// Guest ports. With QEMU each is a virtio-serial port ("forkd.<port>"), with Firecracker a vsock port.
+const (
+	PortControl uint32 = 1024 // the agent's control channel (internal/guest/agentproto)
+	PortData    uint32 = 1025 // HTTP data plane: its place is kept, nothing listens yet
+)
+
+// Errors that callers tell apart with errors.Is. Engines wrap them with what happened.
+var (
+	ErrGone          = errors.New("machine is gone")            // the monitor process has ended
+	ErrUnavailable   = errors.New("engine is not available")    // this host can't run the engine
+	ErrIncompatible  = errors.New("snapshot is not compatible") // this engine on this host can't restore that state
+	ErrInvalidConfig = errors.New("invalid machine configuration")
+)
+
+// Engine boots parents and restores children.
+type Engine interface {
+	// Probe reports what the engine is and can do on this host. It runs no guest, and answers from a cache after the first call.
+	// It wraps ErrUnavailable when the engine can't be used and says what to do.
+	Probe(ctx context.Context) (Info, error)
+	// Boot starts a parent whose RAM is cfg.Memory, mapped shared. It returns when the machine runs, before the guest is up.
+	Boot(ctx context.Context, cfg BootConfig) (Machine, error)
+	// Prepare starts a monitor over cfg.Memory, mapped private. No guest code runs until the returned monitor was loaded and resumed.
+	Prepare(ctx context.Context, cfg PrepareConfig) (Prepared, error)
+	// Attach takes over a monitor that an earlier process of ours started. It wraps ErrGone when that very process
+	// (pid and start time) no longer lives.
+	Attach(ctx context.Context, p Process) (Machine, error)
+}
+
+// Prepared is a monitor that was started ahead and holds no device state yet.
+type Prepared interface {
+	// Process identifies the monitor, for mapping layers and for persisting before Load.
+	Process() Process
+	// Load reads a device state (from its current offset zero) and returns the machine, paused. On an error the monitor is killed.
+	// The Prepared must not be used afterwards.
+	Load(ctx context.Context, state *os.File) (Machine, error)
+	// Kill ends the monitor and removes what it left in its directory. It is safe to call twice.
+	Kill() error
+}
+
+// Machine is a monitor that holds a guest, running or paused.
+type Machine interface {
+	// Pause stops the vCPUs; it returns when no vCPU runs. Pausing a paused machine is not an error.
+	Pause(ctx context.Context) error
+	// Resume lets the vCPUs run. Resuming a running machine is not an error.
+	Resume(ctx context.Context) error
+	// SaveState writes the device state, without memory, to w at offset zero.
+	// Preconditions: the machine is paused.
+	SaveState(ctx context.Context, w *os.File) error
+	// Dial connects to a guest port. With QEMU a port carries one connection at a time: a second one waits for the first to close.
+	// Bytes may be written before the guest runs; they are delivered when it does.
+	Dial(ctx context.Context, port uint32) (net.Conn, error)
+	// Process identifies the monitor.
+	Process() Process
+	// Done is closed when the monitor has ended or its guest has shut down; Exit then says which.
+	Done() <-chan struct{}
+	// Exit says why the machine ended. Preconditions: Done is closed.
+	Exit() Exit
+	// Kill ends the monitor, waits until it is gone and removes what it left in its directory. It is safe to call twice.
+	Kill() error
+}
+
+// Console is implemented by machines that keep the guest's console.
+type Console interface {
+	// Console returns the newest bytes the guest wrote to its console since it was booted or loaded, at most ConsoleLimit.
+	Console(ctx context.Context) ([]byte, error)
+}
+
+// ConsoleLimit is how many bytes of a guest's console are kept.
+const ConsoleLimit = 64 << 10
+
+// FileReceiver is implemented by monitors that can be handed an open file while they run.
+type FileReceiver interface {
+	// SendFile gives f to the monitor and returns the number under which it holds it.
+	SendFile(ctx context.Context, f *os.File) (int, error)
+}
+
+// Exit is the end of a machine.
+type Exit struct {
+	Reason ExitReason
+	Detail string // for people: signal, exit status, what the guest asked for
+}
+
+// ExitReason classifies the end of a machine.
+type ExitReason string
+
+// Exit reasons.
+const (
+	ExitKilled   ExitReason = "killed"   // by Kill
+	ExitShutdown ExitReason = "shutdown" // the guest powered off, rebooted or panicked
+	ExitCrashed  ExitReason = "crashed"  // the monitor ended by itself or by a signal that was not ours
+)
+
+// Process identifies a monitor across restarts of the daemon. It is persisted as JSON.
+type Process struct {
+	PID        int    `json:"pid"`
+	StartTicks uint64 `json:"start_ticks"` // field 22 of /proc/PID/stat: with PID, one process for all time since boot
+	Dir        string `json:"dir"`         // the machine's run directory (sockets, logs)
+	IdleThread string `json:"idle_thread"` // name of a thread that may be stopped for an injected system call; empty: the main thread
+	UFFDDev    int    `json:"uffd_dev"`    // the number under which the monitor holds /dev/userfaultfd; 0: it holds none
+	LayerFDs   []int  `json:"layer_fds"`   // the numbers under which the monitor holds PrepareConfig.Layers, in order
+}
+
+// Shape is the hardware of a machine. A child must have the shape of its snapshot.
+type Shape struct {
+	MemMiB int `json:"mem_mib"`
+	VCPUs  int `json:"vcpus"`
+}
+
+// BootConfig describes a parent.
+type BootConfig struct {
+	Dir       string // run directory: exists, empty, ours alone
+	Shape     Shape
+	Memory    *os.File // guest RAM: a memfd of Shape.MemMiB MiB, mapped shared
+	Kernel    *os.File // bzImage
+	Initramfs *os.File
+	Rootfs    *os.File // read-only root file system image
+	Cmdline   []string // words appended to the engine's own kernel command line
+}
+
+// PrepareConfig describes a child before its device state is loaded.
+type PrepareConfig struct {
+	Dir    string
+	Shape  Shape
+	Memory *os.File   // sealed memfd, mapped private
+	Layers []*os.File // inherited too, so that internal/memory can map their extents: Prepared.Process().LayerFDs gives their numbers
+	Rootfs *os.File
+	UFFD   *os.File // an open /dev/userfaultfd to inherit, or nil
+}
+
+// Info is what an engine is on this host. A snapshot's manifest keeps the one it was made with; every field but Features must
+// match for a restore.
+type Info struct {
+	Engine   string   `json:"engine"`  // "qemu", "firecracker"
+	Version  string   `json:"version"` // of the monitor
+	Accel    string   `json:"accel"`   // "tcg" or "kvm"
+	Machine  string   `json:"machine"` // machine type
+	CPU      string   `json:"cpu"`     // CPU model the guest sees
+	TSCkHz   uint64   `json:"tsc_khz"` // rate of the guest's time stamp counter
+	Binary   string   `json:"binary"`  // path, for people
+	Features Features `json:"-"`
+}
+
+// Features are optional powers.
+type Features struct {
+	Console bool // machines implement Console
+	Files   bool // Prepared monitors and machines implement FileReceiver
+	Layers  bool // layers may be mapped over a Prepared monitor's memory
+	Live    bool // the monitor's memory can be write-protected from outside (live branch)
+}
