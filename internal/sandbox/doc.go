@@ -1,0 +1,22 @@
+// Package sandbox is the domain of forkd: snapshots are created here, children are forked from them, claimed from a pool, given
+// an identity, watched, ended and, after a restart of the daemon, found again.
+//
+// # Vocabulary
+//
+// A parent boots from an image, is warmed up and frozen into a snapshot, which has an id and is named by a tag. A fork starts
+// sandboxes from it. A pool holds children that were forked and exercised ahead; a fork claims one.
+//
+// # Promises
+//
+//   - A sandbox that Fork returned is ready: its agent acknowledged its own identity and fresh entropy. A child that can't is
+//     killed and never seen.
+//   - What is about to happen is persisted before it happens. Multi-step work unwinds through a cleanup stack, so that an error
+//     leaves nothing; Recover repairs what a killed daemon left.
+//   - A process is ended only when it is provably ours: pid, start time and our run directory.
+//   - Running sandboxes outlive the daemon.
+//
+// # What this package is not
+//
+// It knows no engine, no HTTP and no SQL: it speaks to internal/vmm, internal/snapshot, internal/memory, internal/image,
+// internal/guest/agentclient and internal/store, and is spoken to by internal/server.
+package sandbox
