@@ -14,14 +14,20 @@ const (
 	StateFailed    State = "failed"    // ended by a fault
 )
 
-// Path says how a fork may start, and a Sandbox how it did.
+// Path says which ways a fork may take.
 type Path string
 
 // Paths.
 const (
-	PathAny   Path = ""      // from the pool when it has one ready, else cold
-	PathCold  Path = "cold"  // a new monitor loads the snapshot
-	PathClaim Path = "claim" // from the pool only
+	PathAny  Path = ""     // from the pool when it has a child ready, else cold
+	PathCold Path = "cold" // a new monitor loads the snapshot
+	PathPool Path = "pool" // from the pool only
+)
+
+// How a sandbox came to be: Sandbox.Path.
+const (
+	StartedCold    = "cold"  // a new monitor loaded the snapshot
+	StartedByClaim = "claim" // taken from the pool
 )
 
 // Sandbox is one child machine.
@@ -38,7 +44,7 @@ type Sandbox struct {
 	GuestAddr      string // "" without a network
 	Netns          string // "" without a network
 	MemoryLimitMiB int    // 0: none but the snapshot's memory size
-	Path           Path   // PathCold or PathClaim
+	Path           string // StartedCold or StartedByClaim
 	BranchCount    int
 	Reason         string        // why it stopped or failed
 	ReadyIn        time.Duration // from the fork's turn to the acknowledged identity
