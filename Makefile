@@ -1,0 +1,67 @@
+# forkd: build, test and show it. `make help` lists the targets.
+#
+# What is downloaded or built once (kernels, base root file systems, images for tests and the demo) is kept in
+# ${FORKD_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/forkd}; it may be deleted at any time.
+
+SHELL       := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS   += --no-builtin-rules
+
+export PATH        := $(PATH):/usr/local/go/bin
+export CGO_ENABLED := 0
+export FORKD_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/forkd
+
+GO      ?= go
+VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
+LDFLAGS := -s -w -X main.version=$(VERSION)
+AGENT   := internal/image/agentbin/forkd-agent
+# Arguments for `make demo` and `make bench`.
+ARGS    ?=
+
+.PHONY: all
+all: build
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
+
+.PHONY: deps
+deps: ## install what is missing from Debian's packages
+	@scripts/install-deps.sh
+
+# The agent carries no version of the commit: images are rebuilt when its code changes, not at every commit.
+.PHONY: agent
+agent: ## build the guest's agent, which the host binary embeds
+	@timeout -k 10 600 $(GO) build -trimpath -buildvcs=false -ldflags '-s -w' -o $(AGENT) ./cmd/forkd-agent
+
+.PHONY: build
+build: agent ## build bin/forkd
+	@timeout -k 10 600 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o bin/forkd ./cmd/forkd
+
+.PHONY: test
+test: deps build ## install what is missing, then run all tests, those with real virtual machines too
+	@scripts/test.sh
+
+.PHONY: demo
+demo: deps build ## fork a warmed Python + numpy machine and print what it cost (ARGS="--json -n 10")
+	@timeout -k 30 1800 bin/forkd demo $(ARGS)
+
+.PHONY: bench
+bench: deps build ## run the benchmarks (ARGS are passed on to bench/run)
+	@timeout -k 30 3600 bench/run $(ARGS)
+
+.PHONY: lint
+lint: ## gofmt, go vet, staticcheck
+	@scripts/lint.sh
+
+.PHONY: fmt
+fmt: ## format all Go files
+	@gofmt -w $$(git ls-files -co --exclude-standard '*.go')
+
+.PHONY: generate
+generate: ## regenerate what is generated from api/ (the output is checked in)
+	@timeout -k 10 600 $(GO) generate ./...
+
+.PHONY: clean
+clean: ## remove what was built here; the cache stays
+	@rm -rf bin $(AGENT)
