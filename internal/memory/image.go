@@ -97,6 +97,17 @@ func (i *Image) Mappings() int {
 	return n
 }
 
+// Resident is how many bytes of memory the image's files take, those shared with other images included.
+func (i *Image) Resident() int64 {
+	var n int64
+	for _, f := range i.files() {
+		n += residentBytes(f.file)
+	}
+	return n
+}
+
+func (i *Image) files() []*sharedFile { return append([]*sharedFile{i.base}, i.shared...) }
+
 // ReadAt reads guest memory as a child of the image sees it before it runs.
 func (i *Image) ReadAt(p []byte, off int64) (int, error) {
 	if off < 0 {
