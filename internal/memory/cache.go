@@ -122,23 +122,32 @@ func (c *Cache) startLocked(caller context.Context, id string, load func(context
 
 func (c *Cache) finish(id string, f *flight, img *Image, err error) {
 	c.mu.Lock()
-	defer close(f.done)
 	if c.flights[id] == f {
 		delete(c.flights, id)
 	}
-	if err != nil {
+	var unwanted []*Image
+	switch {
+	case err != nil:
 		f.err = fmt.Errorf("resident image %s: %w", id, err)
-		c.mu.Unlock()
-		return
+	case f.waiters == 0: // abandoned, and yet it succeeded
+		f.err = fmt.Errorf("resident image %s: %w", id, errAbandoned)
+		unwanted = []*Image{img}
+	default:
+		unwanted = c.landLocked(id, f, img)
 	}
-	if f.waiters == 0 { // abandoned, and yet it succeeded
-		c.mu.Unlock()
-		img.Close()
-		return
-	}
+	close(f.done)
+	c.mu.Unlock()
+	closeAll(unwanted)
+}
+
+// landLocked makes a loaded image resident, with a reference for each that waits, and returns the images to close.
+func (c *Cache) landLocked(id string, f *flight, img *Image) []*Image {
 	c.stats.Loads++
-	e, existed := c.entries[id] // Put came first
-	if !existed {
+	var unwanted []*Image
+	e, existed := c.entries[id]
+	if existed { // Put came first
+		unwanted = append(unwanted, img)
+	} else {
 		e = &entry{img: img}
 		c.entries[id] = e
 	}
@@ -146,12 +155,7 @@ func (c *Cache) finish(id string, f *flight, img *Image, err error) {
 		c.useLocked(e)
 	}
 	f.entry = e
-	victims := c.evictLocked()
-	c.mu.Unlock()
-	if existed {
-		img.Close()
-	}
-	closeAll(victims)
+	return append(unwanted, c.evictLocked()...)
 }
 
 func (c *Cache) wait(ctx context.Context, id string, f *flight) (*Ref, error) {
