@@ -1,0 +1,72 @@
+package vmmtest
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+
+	"golang.org/x/sys/unix"
+)
+
+// stat reads a process's state letter and its start time in clock ticks since boot (fields 3 and 22 of /proc/PID/stat, proc(5)).
+func stat(pid int) (state byte, ticks uint64, err error) {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return 0, 0, err
+	}
+	// The second field is the command in parentheses and may hold anything, parentheses and spaces included.
+	fields := bytes.Fields(b[bytes.LastIndexByte(b, ')')+1:])
+	if len(fields) < 20 {
+		return 0, 0, fmt.Errorf("read /proc/%d/stat: %d fields after the command, want at least 20", pid, len(fields))
+	}
+	ticks, err = strconv.ParseUint(string(fields[19]), 10, 64)
+	return fields[0][0], ticks, err
+}
+
+// alive says whether the very process (pid and start time) lives; a zombie doesn't.
+func alive(pid int, ticks uint64) bool {
+	state, got, err := stat(pid)
+	return err == nil && got == ticks && state != 'Z' && state != 'X'
+}
+
+// pidfd refers to one process for as long as it is open.
+type pidfd struct{ file *os.File }
+
+func openPidfd(pid int) (*pidfd, error) {
+	// Non-blocking, so that waiting for the process is the runtime's poller's work and holds no thread.
+	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
+	if err != nil {
+		return nil, fmt.Errorf("open a pidfd of process %d: %w", pid, err)
+	}
+	return &pidfd{os.NewFile(uintptr(fd), fmt.Sprintf("pidfd:%d", pid))}, nil
+}
+
+// wait returns when the process has ended, reaped or not.
+func (p *pidfd) wait() error {
+	conn, err := p.file.SyscallConn()
+	if err != nil {
+		return err
+	}
+	return conn.Read(func(fd uintptr) bool {
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
+		return err == nil && n > 0
+	})
+}
+
+// kill sends SIGKILL. A process that has ended already is no error.
+func (p *pidfd) kill() error {
+	conn, err := p.file.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var sent error
+	closed := conn.Control(func(fd uintptr) { sent = unix.PidfdSendSignal(int(fd), unix.SIGKILL, nil, 0) })
+	if closed != nil || errors.Is(sent, unix.ESRCH) {
+		return nil // whoever closed it has seen the process's end
+	}
+	return sent
+}
+
+func (p *pidfd) close() error { return p.file.Close() }
