@@ -1,0 +1,52 @@
+package snapshot
+
+import (
+	"fmt"
+
+	"github.com/forkd/forkd/internal/vmm"
+)
+
+// tscTolerance is the part of the rate by which two measurements of one clock may differ.
+const tscTolerance = 1000 // 0.1 %
+
+// IncompatibleError says why a snapshot can't be restored here. It is vmm.ErrIncompatible.
+type IncompatibleError struct {
+	Snapshot string // id
+	Field    string
+	Made     string // value the snapshot was made with
+	Now      string // value here
+	Advice   string
+}
+
+func (e *IncompatibleError) Error() string {
+	return fmt.Sprintf("snapshot %s can't be restored here: %s is %q, the snapshot was made with %q: %s", e.Snapshot, e.Field, e.Now, e.Made, e.Advice)
+}
+
+// Unwrap makes the error a vmm.ErrIncompatible.
+func (e *IncompatibleError) Unwrap() error { return vmm.ErrIncompatible }
+
+// Compat reports whether an engine, as it is now, can restore a snapshot. The path of the engine's binary does not matter.
+func Compat(m Manifest, now vmm.Info) error {
+	const rebuild = "or make the snapshot anew on this host (its recipe is in its manifest)"
+	fields := []struct{ name, made, now, advice string }{
+		{"engine", m.Engine.Engine, now.Engine, "run the daemon with the engine " + m.Engine.Engine + ", " + rebuild},
+		{"engine version", m.Engine.Version, now.Version, "install version " + m.Engine.Version + " of " + m.Engine.Engine + ", " + rebuild},
+		{"accelerator", m.Engine.Accel, now.Accel, "move it to a host with " + m.Engine.Accel + ", " + rebuild},
+		{"machine type", m.Engine.Machine, now.Machine, "use a version of forkd and " + m.Engine.Engine + " that has machine type " + m.Engine.Machine + ", " + rebuild},
+		{"CPU", m.Engine.CPU, now.CPU, "move it to a host with that CPU, " + rebuild},
+	}
+	for _, f := range fields {
+		if f.made != f.now {
+			return &IncompatibleError{Snapshot: m.ID, Field: f.name, Made: f.made, Now: f.now, Advice: f.advice}
+		}
+	}
+	if !sameRate(m.Engine.TSCkHz, now.TSCkHz) {
+		return &IncompatibleError{Snapshot: m.ID, Field: "TSC rate in kHz", Made: fmt.Sprint(m.Engine.TSCkHz), Now: fmt.Sprint(now.TSCkHz),
+			Advice: "the guest's clock would run at the wrong speed: move it to a host with the same rate (within 0.1 %), " + rebuild}
+	}
+	return nil
+}
+
+func sameRate(a, b uint64) bool {
+	return max(a, b)-min(a, b) <= max(a, b)/tscTolerance
+}
