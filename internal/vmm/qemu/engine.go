@@ -1,0 +1,265 @@
+// Package qemu runs machines in unmodified QEMU: by emulation (TCG) anywhere, and by KVM where a self-test proved that it works.
+//
+// Every machine is a `microvm` whose RAM is a memfd: mapped shared by a parent, private by a child. All it needs is inherited as
+// descriptors or sent over its control socket (QMP). Its sockets listen in the machine's run directory, so a daemon that starts
+// again finds a machine that outlived the one before. This package knows nothing of snapshots, agents or identity.
+package qemu
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/exec"
+	"regexp"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/forkd/forkd/internal/vmm"
+)
+
+// Accelerators.
+const (
+	AccelAuto = "auto"
+	AccelTCG  = "tcg"
+	AccelKVM  = "kvm"
+)
+
+// DefaultBinary is looked up in PATH.
+const DefaultBinary = "qemu-system-x86_64"
+
+// Options configure an Engine. The zero value is useful.
+type Options struct {
+	Binary    string // path or name of QEMU; default DefaultBinary
+	Accel     string // AccelAuto (default): KVM if it proves itself, else TCG
+	TBSizeMiB int    // TCG's translation cache; default 32
+	TSCkHz    func() (uint64, error)
+	KVM       func(ctx context.Context, binary string) error // the KVM self-test; default KVMWorks
+	Log       *slog.Logger
+}
+
+// Engine is the QEMU engine.
+type Engine struct {
+	opt Options
+
+	mu   sync.Mutex
+	info *vmm.Info // nil until probed
+}
+
+var _ vmm.Engine = (*Engine)(nil)
+
+// New returns an engine. Nothing is run before the first use.
+func New(opt Options) *Engine {
+	if opt.Binary == "" {
+		opt.Binary = DefaultBinary
+	}
+	if opt.Accel == "" {
+		opt.Accel = AccelAuto
+	}
+	if opt.TBSizeMiB == 0 {
+		opt.TBSizeMiB = 32
+	}
+	if opt.Log == nil {
+		opt.Log = slog.New(slog.DiscardHandler)
+	}
+	if opt.TSCkHz == nil {
+		opt.TSCkHz = hostTSC
+	}
+	if opt.KVM == nil {
+		opt.KVM = KVMWorks
+	}
+	return &Engine{opt: opt}
+}
+
+var versionLine = regexp.MustCompile(`version (\d+\.\d+\.\d+)`)
+
+// Probe implements vmm.Engine.
+func (e *Engine) Probe(ctx context.Context) (vmm.Info, error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.info != nil {
+		return *e.info, nil
+	}
+	path, err := exec.LookPath(e.opt.Binary)
+	if err != nil {
+		return vmm.Info{}, fmt.Errorf("QEMU (%s) not found: install it (apt-get install qemu-system-x86): %w", e.opt.Binary, vmm.ErrUnavailable)
+	}
+	ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
+	defer cancel()
+	out, err := exec.CommandContext(ctx, path, "--version").CombinedOutput()
+	m := versionLine.FindSubmatch(out)
+	if err != nil || m == nil {
+		return vmm.Info{}, fmt.Errorf("%s --version: %q (%v): is it QEMU? %w", path, firstLine(string(out)), err, vmm.ErrUnavailable)
+	}
+	info := vmm.Info{Engine: "qemu", Version: string(m[1]), Machine: "microvm", Binary: path}
+	if info.Accel, err = e.chooseAccel(ctx, path); err != nil {
+		return vmm.Info{}, err
+	}
+	info.CPU = "max"
+	if info.Accel == AccelKVM {
+		info.CPU = "host"
+	}
+	if info.TSCkHz, err = e.opt.TSCkHz(); err != nil {
+		return vmm.Info{}, fmt.Errorf("rate of the time stamp counter: %w", err)
+	}
+	info.Features = vmm.Features{Console: true, Files: true, Layers: true}
+	if f, err := os.OpenFile("/dev/userfaultfd", os.O_RDWR, 0); err == nil {
+		f.Close()
+		info.Features.Live = true
+	}
+	e.info = &info
+	return info, nil
+}
+
+func (e *Engine) chooseAccel(ctx context.Context, binary string) (string, error) {
+	if e.opt.Accel == AccelTCG {
+		return AccelTCG, nil
+	}
+	err := e.opt.KVM(ctx, binary)
+	switch {
+	case err == nil:
+		return AccelKVM, nil
+	case e.opt.Accel == AccelKVM:
+		return "", fmt.Errorf("KVM was asked for: %w: %w", err, vmm.ErrUnavailable)
+	}
+	e.opt.Log.Info("KVM is not used", "why", err)
+	return AccelTCG, nil
+}
+
+// Boot implements vmm.Engine.
+func (e *Engine) Boot(ctx context.Context, cfg vmm.BootConfig) (vmm.Machine, error) {
+	if err := checkShape(cfg.Shape, cfg.Memory); err != nil {
+		return nil, err
+	}
+	info, err := e.Probe(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var c command
+	s, err := e.start(ctx, cfg.Dir, &c, func(socks sockets) {
+		e.machineArgs(&c, info, cfg.Shape, cfg.Memory, cfg.Rootfs, "on", socks)
+		c.add("-kernel", fmt.Sprintf("/proc/self/fd/%d", c.inherit(cfg.Kernel)), "-initrd", fmt.Sprintf("/proc/self/fd/%d", c.inherit(cfg.Initramfs)))
+		c.add("-append", cmdline(info, cfg.Cmdline))
+	})
+	if err != nil {
+		return nil, fmt.Errorf("boot parent: %w", err)
+	}
+	return s.machine(), nil
+}
+
+// Prepare implements vmm.Engine.
+func (e *Engine) Prepare(ctx context.Context, cfg vmm.PrepareConfig) (vmm.Prepared, error) {
+	if err := checkShape(cfg.Shape, cfg.Memory); err != nil {
+		return nil, err
+	}
+	info, err := e.Probe(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var c command
+	var uffd int
+	var layers []int
+	s, err := e.start(ctx, cfg.Dir, &c, func(socks sockets) {
+		e.machineArgs(&c, info, cfg.Shape, cfg.Memory, cfg.Rootfs, "off", socks)
+		c.add("-S", "-incoming", "defer", "-global", "migration.send-configuration=off")
+		if cfg.UFFD != nil {
+			uffd = c.inherit(cfg.UFFD)
+		}
+		for _, l := range cfg.Layers {
+			layers = append(layers, c.inherit(l))
+		}
+	})
+	if err != nil {
+		return nil, fmt.Errorf("prepare child: %w", err)
+	}
+	s.process.id.UFFDDev, s.process.id.LayerFDs = uffd, layers
+	return &prepared{session: s}, nil
+}
+
+// start binds the machine's sockets, runs QEMU and opens its control connection. On an error nothing is left.
+func (e *Engine) start(ctx context.Context, dir string, c *command, build func(sockets)) (_ *session, err error) {
+	var socks sockets
+	for _, l := range []struct {
+		name string
+		f    **os.File
+	}{{qmpSocket, &socks.qmp}, {controlSocket, &socks.control}, {dataSocket, &socks.data}} {
+		if *l.f, err = listen(dir, l.name); err != nil {
+			cleanDir(dir)
+			return nil, err
+		}
+		defer (*l.f).Close()
+	}
+	build(socks)
+	p, err := startProcess(e.opt.Binary, dir, c.args, c.files)
+	if err != nil {
+		cleanDir(dir)
+		return nil, err
+	}
+	s, err := connect(ctx, p, e.opt.Log)
+	if err == nil {
+		err = s.qmp.do(ctx, "migrate-set-capabilities", capabilities, nil)
+	}
+	if err != nil {
+		p.kill()
+		p.clean()
+		return nil, p.explain(err)
+	}
+	return s, nil
+}
+
+// Attach implements vmm.Engine.
+func (e *Engine) Attach(ctx context.Context, id vmm.Process) (vmm.Machine, error) {
+	p, err := adoptProcess(id)
+	if err != nil {
+		return nil, err
+	}
+	s, err := connect(ctx, p, e.opt.Log)
+	if err != nil {
+		return nil, fmt.Errorf("attach to QEMU %d: %w", id.PID, err)
+	}
+	m := s.machine()
+	var status struct {
+		Status string `json:"status"`
+	}
+	if err := s.qmp.do(ctx, "query-status", nil, &status); err != nil {
+		return nil, fmt.Errorf("attach to QEMU %d: %w", id.PID, err)
+	}
+	if status.Status == "shutdown" || status.Status == "guest-panicked" {
+		s.guestEnded("guest had ended (" + status.Status + ") when the daemon came back")
+	}
+	return m, nil
+}
+
+// checkShape refuses what QEMU would refuse less legibly, and memory that is not what the shape says.
+func checkShape(s vmm.Shape, memory *os.File) error {
+	switch {
+	case s.MemMiB < 64 || s.MemMiB > 64<<10:
+		return fmt.Errorf("memory of %d MiB: choose 64 to 65536: %w", s.MemMiB, vmm.ErrInvalidConfig)
+	case s.VCPUs < 1 || s.VCPUs > 32:
+		return fmt.Errorf("%d vCPUs: choose 1 to 32: %w", s.VCPUs, vmm.ErrInvalidConfig)
+	}
+	fi, err := memory.Stat()
+	if err != nil {
+		return fmt.Errorf("guest memory: %w", err)
+	}
+	if want := int64(s.MemMiB) << 20; fi.Size() != want {
+		return fmt.Errorf("guest memory holds %d bytes, the machine needs %d: %w", fi.Size(), want, vmm.ErrInvalidConfig)
+	}
+	return nil
+}
+
+// explain adds what QEMU itself said before it ended.
+func (p *process) explain(err error) error {
+	if said := p.stderr.String(); said != "" {
+		return fmt.Errorf("%w: QEMU said: %s", err, said)
+	}
+	return err
+}
+
+func cleanDir(dir string) { (&process{id: vmm.Process{Dir: dir}}).clean() }
+
+func firstLine(s string) string {
+	line, _, _ := strings.Cut(s, "\n")
+	return line
+}

@@ -1,0 +1,227 @@
+package qemu
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/internal/vmm"
+)
+
+// Files of a machine's run directory.
+const (
+	qmpSocket     = "qmp.sock"
+	controlSocket = "control.sock"
+	dataSocket    = "data.sock"
+	processFile   = "process.json"
+	consoleFile   = "console.log"
+)
+
+// maxSocketPath is what the kernel takes for the path of a Unix socket, less its final zero.
+const maxSocketPath = 107
+
+// stderrLimit is how much of QEMU's newest error output is kept.
+const stderrLimit = 8 << 10
+
+// process is a QEMU process, started by this daemon or by an earlier one.
+type process struct {
+	id     vmm.Process
+	pidfd  int
+	cmd    *exec.Cmd // nil when an earlier daemon started it
+	stderr tail
+	done   chan struct{} // closed when the process has ended and was reaped
+	status string        // how it ended; valid when done is closed
+}
+
+// startProcess runs QEMU in dir with files as its descriptors from 3 on, and records it there.
+func startProcess(binary, dir string, args []string, files []*os.File) (*process, error) {
+	cmd := exec.Command(binary, args...)
+	cmd.Dir = dir // names the machine in /proc/PID/cwd even if we die before the record is written
+	cmd.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C"}
+	cmd.ExtraFiles = files
+	p := &process{cmd: cmd, done: make(chan struct{})}
+	r, w, err := os.Pipe()
+	if err != nil {
+		return nil, fmt.Errorf("pipe for QEMU's errors: %w", err)
+	}
+	cmd.Stderr = w
+	p.pidfd = -1
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, PidFD: &p.pidfd}
+	err = cmd.Start()
+	w.Close()
+	if err != nil {
+		r.Close()
+		return nil, fmt.Errorf("start %s: %w", binary, err)
+	}
+	p.id = vmm.Process{PID: cmd.Process.Pid, Dir: dir}
+	go p.reap(r)
+	if p.id.StartTicks, err = startTicks(p.id.PID); err != nil {
+		p.kill()
+		return nil, fmt.Errorf("QEMU ended at once: %s: %w", p.stderr.String(), err)
+	}
+	return p, nil
+}
+
+// record writes the process's identity to its directory, so that it can be found after a crash.
+func (p *process) record() error {
+	b, err := json.Marshal(p.id)
+	if err != nil {
+		return err
+	}
+	tmp := filepath.Join(p.id.Dir, processFile+".new")
+	if err := os.WriteFile(tmp, b, 0o600); err != nil {
+		return fmt.Errorf("record process: %w", err)
+	}
+	return os.Rename(tmp, filepath.Join(p.id.Dir, processFile))
+}
+
+func (p *process) reap(stderr *os.File) {
+	copied := make(chan struct{})
+	go func() {
+		defer close(copied)
+		io.Copy(&p.stderr, stderr)
+		stderr.Close()
+	}()
+	err := p.cmd.Wait()
+	<-copied
+	p.status = "exit status 0"
+	if err != nil {
+		p.status = err.Error()
+	}
+	close(p.done)
+}
+
+// adoptProcess finds a process that an earlier daemon started.
+func adoptProcess(id vmm.Process) (*process, error) {
+	fd, err := unix.PidfdOpen(id.PID, 0)
+	if err != nil {
+		return nil, fmt.Errorf("process %d: %w", id.PID, vmm.ErrGone)
+	}
+	// Only now look at the start time: the pidfd holds on to whatever process the number named when it was opened.
+	ticks, err := startTicks(id.PID)
+	if err != nil || ticks != id.StartTicks {
+		unix.Close(fd)
+		return nil, fmt.Errorf("process %d is another one now: %w", id.PID, vmm.ErrGone)
+	}
+	p := &process{id: id, pidfd: fd, done: make(chan struct{})}
+	go func() {
+		waitPidfd(fd)
+		p.status = "ended while no daemon was its parent"
+		close(p.done)
+	}()
+	return p, nil
+}
+
+// waitPidfd returns when the process has ended.
+func waitPidfd(fd int) {
+	for {
+		fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+		if _, err := unix.Poll(fds, -1); err == nil || !errors.Is(err, unix.EINTR) {
+			return
+		}
+	}
+}
+
+// kill ends the process and waits until it is gone.
+func (p *process) kill() {
+	select {
+	case <-p.done:
+	default:
+		unix.PidfdSendSignal(p.pidfd, unix.SIGKILL, nil, 0)
+	}
+	<-p.done
+}
+
+// clean removes what the machine left in its directory. Preconditions: the process has ended.
+func (p *process) clean() error {
+	entries, err := os.ReadDir(p.id.Dir)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("clean machine directory: %w", err)
+	}
+	for _, e := range entries {
+		if err := os.RemoveAll(filepath.Join(p.id.Dir, e.Name())); err != nil {
+			return fmt.Errorf("clean machine directory: %w", err)
+		}
+	}
+	return nil
+}
+
+// startTicks is field 22 of /proc/PID/stat: the start time in clock ticks since boot.
+func startTicks(pid int) (uint64, error) {
+	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+	if err != nil {
+		return 0, err
+	}
+	i := bytes.LastIndexByte(b, ')') // the name before it may hold anything
+	fields := strings.Fields(string(b[i+1:]))
+	if i < 0 || len(fields) < 20 {
+		return 0, fmt.Errorf("/proc/%d/stat: unexpected form", pid)
+	}
+	if fields[0] == "Z" {
+		return 0, fmt.Errorf("process %d has ended", pid)
+	}
+	return strconv.ParseUint(fields[19], 10, 64)
+}
+
+// listen binds a Unix socket in dir and returns it as a file that QEMU can inherit.
+func listen(dir, name string) (*os.File, error) {
+	path := filepath.Join(dir, name)
+	if len(path) > maxSocketPath {
+		return nil, fmt.Errorf("socket path %s is %d bytes long, the system takes %d: choose a shorter run directory: %w",
+			path, len(path), maxSocketPath, vmm.ErrInvalidConfig)
+	}
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
+	if err != nil {
+		return nil, fmt.Errorf("machine socket: %w", err)
+	}
+	l.SetUnlinkOnClose(false) // QEMU goes on listening on it
+	defer l.Close()
+	return l.File()
+}
+
+func dial(ctx context.Context, dir, name string) (*net.UnixConn, error) {
+	var d net.Dialer
+	c, err := d.DialContext(ctx, "unix", filepath.Join(dir, name))
+	if err != nil {
+		return nil, err
+	}
+	return c.(*net.UnixConn), nil
+}
+
+// tail keeps the newest stderrLimit bytes written to it.
+type tail struct {
+	mu sync.Mutex
+	b  []byte
+}
+
+func (t *tail) Write(p []byte) (int, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.b = append(t.b, p...)
+	if over := len(t.b) - stderrLimit; over > 0 {
+		t.b = append(t.b[:0], t.b[over:]...)
+	}
+	return len(p), nil
+}
+
+func (t *tail) String() string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return strings.TrimSpace(string(t.b))
+}
