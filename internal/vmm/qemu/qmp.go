@@ -84,23 +84,35 @@ func (q *monitor) do(ctx context.Context, command string, args any, result any, 
 	if err := q.send(command, args, files); err != nil {
 		return fmt.Errorf("%s: %w", command, err)
 	}
+	m, err := q.reply(ctx)
+	switch {
+	case err != nil:
+		return fmt.Errorf("%s: %w", command, err)
+	case m.Error != nil:
+		return fmt.Errorf("%s: %w", command, m.Error)
+	case result == nil:
+		return nil
+	}
+	if err := json.Unmarshal(m.Return, result); err != nil {
+		return fmt.Errorf("%s: answer: %w", command, err)
+	}
+	return nil
+}
+
+func (q *monitor) reply(ctx context.Context) (qmpMessage, error) {
 	select {
 	case m := <-q.replies:
-		if m.Error != nil {
-			return fmt.Errorf("%s: %w", command, m.Error)
-		}
-		if result == nil {
-			return nil
-		}
-		if err := json.Unmarshal(m.Return, result); err != nil {
-			return fmt.Errorf("%s: answer: %w", command, err)
-		}
-		return nil
-	case <-q.closed:
-		return fmt.Errorf("%s: %w", command, errMonitorClosed)
+		return m, nil
 	case <-ctx.Done():
 		q.conn.Close()
-		return fmt.Errorf("%s: %w", command, ctx.Err())
+		return qmpMessage{}, ctx.Err()
+	case <-q.closed:
+		select {
+		case m := <-q.replies: // it was the last thing QEMU said
+			return m, nil
+		default:
+			return qmpMessage{}, errMonitorClosed
+		}
 	}
 }
 
