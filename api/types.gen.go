@@ -329,6 +329,12 @@ type ImageBuildRequest struct {
 	// Packages Debian packages besides the standard ones.
 	Packages []string `json:"packages,omitempty"`
 
+	// Python `rootfs` has a python3, where that can't be seen: in an image file.
+	Python bool `json:"python,omitempty"`
+
+	// Rootfs Path on the daemon's host of a root file system to take as it is, instead of packages: an erofs, squashfs or ext4 image, a tar archive, or a directory.
+	Rootfs string `json:"rootfs,omitempty"`
+
 	// Stream Answer with progress.
 	Stream bool `json:"stream,omitempty"`
 

@@ -1,0 +1,102 @@
+package server
+
+import (
+	"time"
+
+	"github.com/forkd/forkd/api"
+	"github.com/forkd/forkd/internal/image"
+	"github.com/forkd/forkd/internal/memory"
+	"github.com/forkd/forkd/internal/sandbox"
+)
+
+func imageInfo(i image.Image) api.ImageInfo {
+	return api.ImageInfo{
+		ID: i.ID, Name: i.Name, CreatedAtUnix: i.CreatedAt.Unix(), KernelVersion: i.KernelVersion, Suite: i.Suite,
+		Packages: orEmpty(i.Packages), Python: i.Python,
+		KernelBytes: i.Kernel.Bytes, InitramfsBytes: i.Initramfs.Bytes, RootfsBytes: i.Rootfs.Bytes,
+	}
+}
+
+func poolStatus(p sandbox.PoolStatus) api.PoolStatus {
+	return api.PoolStatus{Tag: p.Tag, Size: p.Size, Ready: p.Ready, Filling: p.Filling, Problem: p.Problem}
+}
+
+func snapshotInfo(s sandbox.Snapshot) api.SnapshotInfo {
+	s.Pool.Tag = s.Tag
+	return api.SnapshotInfo{
+		Tag: s.Tag, ID: s.ID, Dir: s.Dir, CreatedAtUnix: s.CreatedAt.Unix(), BranchedFrom: s.BranchedFrom, Warning: s.Warning,
+		Status: api.SnapshotInfoStatus(s.Status), Bootable: s.Bootable, Image: s.Image, MemMiB: s.MemMiB, VCPUs: s.VCPUs,
+		Engine: s.Engine, EngineVersion: s.EngineVersion, Accel: s.Accel, Python: s.Python,
+		MemoryLogicalBytes: s.LogicalBytes, MemoryPhysicalBytes: s.PhysicalBytes, VmstateBytes: s.DeviceBytes,
+		Resident: s.Resident, BootWarmMS: millis(s.BootWarm), ParentTag: s.ParentTag, Pool: poolStatus(s.Pool),
+	}
+}
+
+func snapshotDetail(s sandbox.Snapshot, parentHash string) api.SnapshotDetail {
+	s.Pool.Tag = s.Tag
+	return api.SnapshotDetail{
+		Tag: s.Tag, ID: s.ID, Dir: s.Dir, CreatedAtUnix: s.CreatedAt.Unix(),
+		MemoryLogicalBytes: s.LogicalBytes, MemoryPhysicalBytes: s.PhysicalBytes, VmstateBytes: s.DeviceBytes,
+		ParentTag: orNull(s.ParentTag), ParentContentHash: orNull(parentHash), ChainDepth: len(s.Ancestors),
+		Ancestors: orEmpty(s.Ancestors), Dependents: orEmpty(s.Dependents), ContentHash: s.ContentHash,
+		BranchedFrom: s.BranchedFrom, Warning: s.Warning, Status: api.SnapshotDetailStatus(s.Status), Bootable: s.Bootable,
+		Image: s.Image, MemMiB: s.MemMiB, VCPUs: s.VCPUs, Engine: s.Engine, EngineVersion: s.EngineVersion, Accel: s.Accel,
+		Python: s.Python, Resident: s.Resident, BootWarmMS: millis(s.BootWarm), Pool: poolStatus(s.Pool),
+	}
+}
+
+func sandboxInfo(s sandbox.Sandbox) api.SandboxInfo {
+	return api.SandboxInfo{
+		ID: s.ID, SnapshotTag: s.SnapshotTag, SnapshotID: s.SnapshotID, State: api.SandboxInfoState(s.State), Reason: s.Reason,
+		Netns: orNull(s.Netns), GuestAddr: orNull(s.GuestAddr),
+		CreatedAtUnix: s.CreatedAt.Unix(), DeadlineUnix: unixOrNull(s.Deadline), EndedAtUnix: unixOrNull(s.EndedAt),
+		PID: s.PID, MemoryLimitMiB: orNull(s.MemoryLimitMiB), HasBranched: s.BranchCount > 0, BranchCount: s.BranchCount,
+		Path: s.Path, Env: s.Env, Metadata: metadata(s.Metadata), ReadyMS: millis(s.ReadyIn),
+	}
+}
+
+func sandboxStats(id string, u memory.Usage) api.SandboxStats {
+	return api.SandboxStats{ID: id, GuestAnonKiB: u.GuestAnonKiB, GuestPSSKiB: u.GuestPSSKiB, PSSKiB: u.PSSKiB, RSSKiB: u.RSSKiB}
+}
+
+// mapped converts every element; the result is never nil, so that JSON shows [] and not null.
+func mapped[A, B any](in []A, f func(A) B) []B {
+	out := make([]B, 0, len(in))
+	for _, a := range in {
+		out = append(out, f(a))
+	}
+	return out
+}
+
+func orEmpty(s []string) []string {
+	if s == nil {
+		return []string{}
+	}
+	return s
+}
+
+func metadata(m map[string]string) map[string]string {
+	if m == nil {
+		return map[string]string{}
+	}
+	return m
+}
+
+// orNull is nil for the zero value: published fields are always there, with null for "none".
+func orNull[T comparable](v T) *T {
+	var zero T
+	if v == zero {
+		return nil
+	}
+	return &v
+}
+
+func unixOrNull(t time.Time) *int64 {
+	if t.IsZero() {
+		return nil
+	}
+	secs := t.Unix()
+	return &secs
+}
+
+func millis(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }

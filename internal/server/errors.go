@@ -1,0 +1,124 @@
+package server
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math"
+	"net/http"
+	"strconv"
+
+	"github.com/forkd/forkd/api"
+	"github.com/forkd/forkd/internal/image"
+	"github.com/forkd/forkd/internal/sandbox"
+)
+
+// Codes that only the interface itself has; the others are the domain's.
+const (
+	codeBodyTooLarge         sandbox.Code = "body_too_large"
+	codeUnauthorized         sandbox.Code = "unauthorized"
+	codeForbidden            sandbox.Code = "forbidden"
+	codeNotFound             sandbox.Code = "not_found"
+	codeMethodNotAllowed     sandbox.Code = "method_not_allowed"
+	codeIdempotencyKeyReused sandbox.Code = "idempotency_key_reused"
+)
+
+// statusClientGone is what logs and metrics show when the client left before the answer; nobody receives it.
+const statusClientGone = 499
+
+// statusOf is the HTTP status of a code.
+func statusOf(code sandbox.Code) int {
+	switch code {
+	case sandbox.CodeInvalidArgument, sandbox.CodeInvalidTag:
+		return http.StatusBadRequest
+	case codeUnauthorized:
+		return http.StatusUnauthorized
+	case codeForbidden:
+		return http.StatusForbidden
+	case sandbox.CodeSnapshotNotFound, sandbox.CodeSandboxNotFound, sandbox.CodeImageNotFound, codeNotFound:
+		return http.StatusNotFound
+	case codeMethodNotAllowed:
+		return http.StatusMethodNotAllowed
+	case sandbox.CodeSnapshotExists, sandbox.CodeImageExists, sandbox.CodeSnapshotInUse, sandbox.CodeImageInUse, sandbox.CodeInvalidState:
+		return http.StatusConflict
+	case sandbox.CodeSandboxGone:
+		return http.StatusGone
+	case codeBodyTooLarge:
+		return http.StatusRequestEntityTooLarge
+	case sandbox.CodeNoInterpreter, sandbox.CodeWarmUpFailed, sandbox.CodeSnapshotCorrupt, sandbox.CodeSnapshotIncompatible, codeIdempotencyKeyReused:
+		return http.StatusUnprocessableEntity
+	case sandbox.CodeGuestUnreachable:
+		return http.StatusBadGateway
+	case sandbox.CodeInsufficientMemory, sandbox.CodeQueueFull, sandbox.CodeShuttingDown, sandbox.CodeEngineUnavailable:
+		return http.StatusServiceUnavailable
+	case sandbox.CodeTimeout:
+		return http.StatusGatewayTimeout
+	case sandbox.CodeDiskFull:
+		return http.StatusInsufficientStorage
+	default: // identity_failed, internal and what a later domain adds
+		return http.StatusInternalServerError
+	}
+}
+
+// retryable says which codes get a Retry-After even when the domain doesn't know how long.
+func retryable(code sandbox.Code) bool {
+	return code == sandbox.CodeInsufficientMemory || code == sandbox.CodeQueueFull
+}
+
+// invalid is a 400 that names what is wrong with the request.
+func invalid(hint, format string, args ...any) *sandbox.Error {
+	return &sandbox.Error{Code: sandbox.CodeInvalidArgument, Message: fmt.Sprintf(format, args...), Hint: hint}
+}
+
+// describe turns any error into the one that is shown.
+func describe(err error) api.Error {
+	var known *sandbox.Error
+	switch {
+	case errors.As(err, &known):
+		out := api.Error{Error: err.Error(), Code: string(known.Code), Hint: known.Hint}
+		if known.RetryAfter > 0 {
+			out.RetryAfterSecs = int(math.Ceil(known.RetryAfter.Seconds()))
+		} else if retryable(known.Code) {
+			out.RetryAfterSecs = 1
+		}
+		return out
+	case errors.Is(err, image.ErrNotFound):
+		return api.Error{Error: err.Error(), Code: string(sandbox.CodeImageNotFound), Hint: "`forkd image ls` lists the images, `forkd image build` makes one"}
+	case errors.Is(err, image.ErrInvalid):
+		return api.Error{Error: err.Error(), Code: string(sandbox.CodeInvalidArgument)}
+	case errors.Is(err, context.DeadlineExceeded):
+		return api.Error{Error: err.Error(), Code: string(sandbox.CodeTimeout)}
+	default:
+		return api.Error{Error: err.Error(), Code: string(sandbox.CodeInternal), Hint: "the daemon's log has more under this request id"}
+	}
+}
+
+// writeError answers with err's status and body. A client that left gets nothing, but logs and metrics see 499.
+func writeError(w http.ResponseWriter, r *http.Request, err error) {
+	if r.Context().Err() != nil && errors.Is(err, context.Canceled) && context.Cause(r.Context()) != errStopping {
+		w.WriteHeader(statusClientGone)
+		return
+	}
+	if context.Cause(r.Context()) == errStopping && errors.Is(err, context.Canceled) {
+		err = &sandbox.Error{Code: sandbox.CodeShuttingDown, Message: "the daemon is stopping and ended this request", Hint: "repeat it when the daemon is back"}
+	}
+	body := describe(err)
+	body.RequestID = requestID(r.Context())
+	if body.RetryAfterSecs > 0 {
+		w.Header().Set("Retry-After", strconv.Itoa(body.RetryAfterSecs))
+	}
+	noteError(r.Context(), err)
+	writeJSON(w, statusOf(sandbox.Code(body.Code)), body)
+}
+
+// writeJSON answers with a JSON body. A failed write means that the client is gone: there is nobody to tell.
+func writeJSON(w http.ResponseWriter, status int, v any) {
+	data, err := json.Marshal(v)
+	if err != nil { // only by a mistake in this package; the recovery answers and logs
+		panic(fmt.Errorf("encode %T: %w", v, err))
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(status)
+	_, _ = w.Write(append(data, '\n'))
+}

@@ -1,0 +1,186 @@
+package server
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	"crypto/subtle"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/netip"
+	"regexp"
+	"runtime/debug"
+	"strings"
+	"time"
+
+	"github.com/forkd/forkd/internal/sandbox"
+)
+
+var requestIDPattern = regexp.MustCompile(`^[A-Za-z0-9._-]{1,64}$`)
+
+// note is what the inner layers tell the outermost one about a request, for its log line and metrics.
+type note struct {
+	id    string
+	route string
+	err   error
+}
+
+type noteKey struct{}
+
+func noteOf(ctx context.Context) *note {
+	if n, ok := ctx.Value(noteKey{}).(*note); ok {
+		return n
+	}
+	return &note{}
+}
+
+func noteRoute(ctx context.Context, route string) { noteOf(ctx).route = route }
+func noteError(ctx context.Context, err error)    { noteOf(ctx).err = err }
+func requestID(ctx context.Context) string        { return noteOf(ctx).id }
+
+// recorder remembers what was answered.
+type recorder struct {
+	http.ResponseWriter
+	status int
+}
+
+func (w *recorder) WriteHeader(status int) {
+	if w.status == 0 {
+		w.status = status
+	}
+	w.ResponseWriter.WriteHeader(status)
+}
+
+func (w *recorder) Write(b []byte) (int, error) {
+	if w.status == 0 {
+		w.status = http.StatusOK
+	}
+	return w.ResponseWriter.Write(b)
+}
+
+// Unwrap is for http.ResponseController.
+func (w *recorder) Unwrap() http.ResponseWriter { return w.ResponseWriter }
+
+// observe is the outermost layer: request id, panics, log and metrics.
+func (s *Server) observe(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		start := time.Now()
+		n := &note{id: r.Header.Get("X-Request-Id"), route: "other"}
+		if !requestIDPattern.MatchString(n.id) {
+			n.id = newRequestID()
+		}
+		w.Header().Set("X-Request-Id", n.id)
+		r = r.WithContext(context.WithValue(r.Context(), noteKey{}, n))
+		rec := &recorder{ResponseWriter: w}
+		defer func() {
+			abort := false
+			if p := recover(); p != nil {
+				abort = s.recovered(rec, r, p)
+			}
+			took := time.Since(start)
+			s.metrics.request(n.route, r.Method, rec.status, took)
+			s.logRequest(r, n, rec.status, took)
+			if abort {
+				panic(http.ErrAbortHandler)
+			}
+		}()
+		next.ServeHTTP(rec, r)
+	})
+}
+
+// recovered answers for a handler that panicked. The daemon stays up: a bug in one request must not end the others. When half an
+// answer is out already the connection must be cut: only that tells the client.
+func (s *Server) recovered(w *recorder, r *http.Request, p any) (abort bool) {
+	s.Log.Error("panic in a handler", "request_id", requestID(r.Context()), "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
+	if w.status != 0 {
+		return true
+	}
+	writeError(w, r, &sandbox.Error{Code: sandbox.CodeInternal, Message: "the daemon failed on this request by a mistake of its own",
+		Hint: "the daemon's log has more under this request id"})
+	return false
+}
+
+func (s *Server) logRequest(r *http.Request, n *note, status int, took time.Duration) {
+	level := slog.LevelInfo
+	switch {
+	case status >= 500 && status != http.StatusServiceUnavailable:
+		level = slog.LevelError
+	case r.Method == http.MethodGet:
+		level = slog.LevelDebug // watched by people and monitors, often
+	}
+	attrs := []any{"request_id", n.id, "method", r.Method, "path", r.URL.Path, "status", status, "took", took.Round(time.Microsecond)}
+	if n.err != nil {
+		attrs = append(attrs, "error", n.err)
+	}
+	s.Log.Log(r.Context(), level, "request", attrs...)
+}
+
+func newRequestID() string {
+	var b [8]byte
+	_, _ = rand.Read(b[:]) // never fails
+	return hex.EncodeToString(b[:])
+}
+
+// guard protects the TCP listener: token, pages in a browser on this host, and names that were bent to point at it.
+func (s *Server) guard(next http.Handler) http.Handler {
+	crossOrigin := http.NewCrossOriginProtection()
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if err := crossOrigin.Check(r); err != nil {
+			writeError(w, r, &sandbox.Error{Code: codeForbidden, Message: "a page of another site may not ask this daemon", Err: err})
+			return
+		}
+		if err := s.authorize(r); err != nil {
+			if errors.Is(err, errToken) {
+				w.Header().Set("WWW-Authenticate", "Bearer")
+			}
+			writeError(w, r, err)
+			return
+		}
+		next.ServeHTTP(w, r)
+	})
+}
+
+var errToken = errors.New("bearer token")
+
+// authorize checks the token, or without one that the request really means this host.
+func (s *Server) authorize(r *http.Request) error {
+	if s.Token == "" {
+		return checkLoopbackName(r.Host)
+	}
+	if r.URL.Path == "/healthz" {
+		return nil
+	}
+	given, ok := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
+	// Hashed so that not even the length is told by the time it takes.
+	want, got := sha256.Sum256([]byte(s.Token)), sha256.Sum256([]byte(given))
+	if ok && subtle.ConstantTimeCompare(want[:], got[:]) == 1 {
+		return nil
+	}
+	message := "the token is not the one this daemon was started with"
+	if !ok {
+		message = "this daemon needs a token"
+	}
+	return &sandbox.Error{Code: codeUnauthorized, Message: message, Err: errToken,
+		Hint: "send it as Authorization: Bearer …; clients of forkd read it from FORKD_TOKEN"}
+}
+
+// checkLoopbackName refuses a Host that is a name elsewhere: a page whose name was bent to 127.0.0.1 counts as of this origin.
+func checkLoopbackName(host string) error {
+	name := host
+	if h, _, err := net.SplitHostPort(host); err == nil {
+		name = h
+	}
+	name = strings.Trim(name, "[]")
+	if name == "localhost" || name == "" {
+		return nil
+	}
+	if addr, err := netip.ParseAddr(name); err == nil && addr.IsLoopback() {
+		return nil
+	}
+	return &sandbox.Error{Code: codeForbidden, Message: fmt.Sprintf("without a token this daemon answers for localhost only, not for %q", name),
+		Hint: "start the daemon with --token-file, or ask http://127.0.0.1"}
+}

@@ -1,0 +1,200 @@
+package server
+
+import (
+	"context"
+	"net/http"
+	"strconv"
+	"strings"
+
+	"github.com/forkd/forkd/api"
+	"github.com/forkd/forkd/internal/sandbox"
+)
+
+func (s *Server) listSandboxes(w http.ResponseWriter, r *http.Request) error {
+	all, err := flag(r, "all")
+	if err != nil {
+		return err
+	}
+	list, err := s.Service.Sandboxes(r.Context())
+	if err != nil {
+		return err
+	}
+	shown := make([]api.SandboxInfo, 0, len(list))
+	for _, sb := range list {
+		if all || alive(sb.State) {
+			shown = append(shown, sandboxInfo(sb))
+		}
+	}
+	writeJSON(w, http.StatusOK, shown)
+	return nil
+}
+
+func alive(state sandbox.State) bool {
+	return state != sandbox.StateStopped && state != sandbox.StateFailed
+}
+
+func (s *Server) getSandbox(w http.ResponseWriter, r *http.Request) error {
+	id, err := pathID(r)
+	if err != nil {
+		return err
+	}
+	sb, err := s.Service.Sandbox(r.Context(), id)
+	if err != nil {
+		return err
+	}
+	writeJSON(w, http.StatusOK, sandboxInfo(sb))
+	return nil
+}
+
+func (s *Server) killSandbox(w http.ResponseWriter, r *http.Request) error {
+	id, err := pathID(r)
+	if err != nil {
+		return err
+	}
+	if err := s.Service.Kill(r.Context(), id); err != nil {
+		return err
+	}
+	w.WriteHeader(http.StatusNoContent)
+	return nil
+}
+
+func (s *Server) extend(w http.ResponseWriter, r *http.Request) error {
+	id, err := pathID(r)
+	if err != nil {
+		return err
+	}
+	var req api.TimeoutRequest
+	if err := decode(w, r, maxBody, &req, "timeout_secs"); err != nil {
+		return err
+	}
+	timeout, err := duration("timeout_secs", req.TimeoutSecs, maxLife)
+	if err != nil {
+		return err
+	}
+	sb, err := s.Service.Extend(r.Context(), id, timeout)
+	if err != nil {
+		return err
+	}
+	writeJSON(w, http.StatusOK, sandboxInfo(sb))
+	return nil
+}
+
+func (s *Server) fork(w http.ResponseWriter, r *http.Request) error {
+	var body api.ForkRequest
+	if err := decode(w, r, maxBody, &body, "snapshot_tag"); err != nil {
+		return err
+	}
+	req, err := forkRequest(body)
+	if err != nil {
+		return err
+	}
+	results, err := s.Service.Fork(r.Context(), req)
+	if err != nil {
+		return err
+	}
+	s.metrics.forked(results)
+	if err := r.Context().Err(); err != nil {
+		s.abandon(r, results)
+		return err
+	}
+	return writeForked(w, results, body.Report)
+}
+
+func forkRequest(b api.ForkRequest) (sandbox.ForkRequest, error) {
+	var none sandbox.ForkRequest
+	if err := checkTag(b.SnapshotTag); err != nil {
+		return none, err
+	}
+	n := 1
+	if b.N != nil {
+		n = *b.N
+	}
+	if err := between("n", n, 1, sandbox.MaxForks); err != nil {
+		return none, err
+	}
+	timeout, err := duration("timeout_secs", b.TimeoutSecs, maxLife)
+	if err != nil {
+		return none, err
+	}
+	limit := 0
+	if b.MemoryLimitMiB != nil {
+		limit = *b.MemoryLimitMiB
+	}
+	if err := between("memory_limit_mib", limit, 0, maxSize); err != nil {
+		return none, err
+	}
+	if err := checkEnv(b.Env); err != nil {
+		return none, err
+	}
+	path, err := forkPath(b.Path)
+	return sandbox.ForkRequest{Tag: b.SnapshotTag, N: n, Env: b.Env, Metadata: b.Metadata, Timeout: timeout,
+		MemoryLimitMiB: limit, Path: path}, err
+}
+
+func forkPath(p api.ForkRequestPath) (sandbox.Path, error) {
+	switch p {
+	case "", api.ForkRequestPathAny:
+		return sandbox.PathAny, nil
+	case api.ForkRequestPathCold:
+		return sandbox.PathCold, nil
+	case api.ForkRequestPathPool:
+		return sandbox.PathPool, nil
+	}
+	return "", invalid("use any, cold or pool", "field %q is %q", "path", shorten(string(p)))
+}
+
+// abandon kills the sandboxes of a client that left before it could learn their ids.
+func (s *Server) abandon(r *http.Request, results []sandbox.ForkResult) {
+	ctx := context.WithoutCancel(r.Context())
+	for _, res := range results {
+		if res.Err != nil || res.Sandbox == nil {
+			continue
+		}
+		if err := s.Service.Kill(ctx, res.Sandbox.ID); err != nil {
+			s.Log.Error("kill a sandbox whose client left", "request_id", requestID(ctx), "sandbox", res.Sandbox.ID, "error", err)
+		}
+	}
+}
+
+// writeForked answers a fork; docs/decisions/0002-partial-fork-results.md says why in this way.
+func writeForked(w http.ResponseWriter, results []sandbox.ForkResult, report bool) error {
+	out := api.ForkReport{Sandboxes: []api.SandboxInfo{}, Errors: []api.ForkError{}}
+	var first error
+	for i, res := range results {
+		if res.Err == nil {
+			out.Sandboxes = append(out.Sandboxes, sandboxInfo(*res.Sandbox))
+			continue
+		}
+		if first == nil {
+			first = res.Err
+		}
+		e := describe(res.Err)
+		out.Errors = append(out.Errors, api.ForkError{Index: i, Error: e.Error, Code: e.Code, Hint: e.Hint, RetryAfterSecs: e.RetryAfterSecs})
+	}
+	if len(out.Sandboxes) == 0 && first != nil {
+		return first
+	}
+	if first != nil {
+		w.Header().Set("Forkd-Failed", strconv.Itoa(len(out.Errors)))
+		w.Header().Set("Forkd-Error", headerSafe(out.Errors[0].Code+": "+out.Errors[0].Error))
+	}
+	switch {
+	case !report:
+		writeJSON(w, http.StatusCreated, out.Sandboxes)
+	case first != nil:
+		writeJSON(w, http.StatusMultiStatus, out)
+	default:
+		writeJSON(w, http.StatusCreated, out)
+	}
+	return nil
+}
+
+// headerSafe keeps a message on one line of a header.
+func headerSafe(s string) string {
+	return strings.Map(func(r rune) rune {
+		if r < ' ' || r > '~' {
+			return ' '
+		}
+		return r
+	}, shorten(s))
+}

@@ -1,0 +1,60 @@
+package server
+
+import (
+	"context"
+	"time"
+
+	"github.com/forkd/forkd/internal/image"
+	"github.com/forkd/forkd/internal/memory"
+	"github.com/forkd/forkd/internal/sandbox"
+)
+
+// Service is what the handlers need of the domain. *sandbox.Manager has it.
+type Service interface {
+	Snapshots
+	Pools
+	Sandboxes
+	Guests
+	Stats() sandbox.Stats
+}
+
+// Snapshots makes and keeps frozen machines.
+type Snapshots interface {
+	CreateSnapshot(context.Context, sandbox.SnapshotRequest, func(sandbox.Progress)) (sandbox.Snapshot, error)
+	Snapshots(context.Context) ([]sandbox.Snapshot, error)
+	Snapshot(ctx context.Context, tag string) (sandbox.Snapshot, error)
+	DeleteSnapshot(ctx context.Context, tag string, mode sandbox.DeleteMode) error
+	VerifySnapshot(ctx context.Context, tag string) error
+}
+
+// Pools keeps children ready.
+type Pools interface {
+	SetPool(ctx context.Context, tag string, size int) (sandbox.PoolStatus, error)
+	Pool(ctx context.Context, tag string) (sandbox.PoolStatus, error)
+}
+
+// Sandboxes starts and ends children.
+type Sandboxes interface {
+	Fork(context.Context, sandbox.ForkRequest) ([]sandbox.ForkResult, error)
+	Sandboxes(context.Context) ([]sandbox.Sandbox, error)
+	Sandbox(ctx context.Context, id string) (sandbox.Sandbox, error)
+	Kill(ctx context.Context, id string) error
+	Extend(ctx context.Context, id string, timeout time.Duration) (sandbox.Sandbox, error)
+}
+
+// Guests reaches into a running child.
+type Guests interface {
+	Ping(ctx context.Context, id string) (sandbox.PingResult, error)
+	Exec(ctx context.Context, id string, req sandbox.ExecRequest) (sandbox.ExecResult, error)
+	Eval(ctx context.Context, id string, req sandbox.EvalRequest) (sandbox.EvalResult, error)
+	Logs(ctx context.Context, id string) ([]byte, error)
+	Usage(ctx context.Context, id string) (memory.Usage, error)
+}
+
+// Images builds and keeps root file systems. *image.Store has most of it; the rest is a matter of wiring.
+type Images interface {
+	Build(context.Context, image.BuildSpec, func(image.Progress)) (image.Image, error)
+	Get(nameOrID string) (image.Image, error)
+	List() ([]image.Image, error)
+	Remove(ctx context.Context, nameOrID string) error
+}
