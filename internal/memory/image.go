@@ -16,6 +16,7 @@ type Image struct {
 	layers []Layer       // as given, oldest first
 	shared []*sharedFile // of layers, in the same order
 	merged []Layer
+	plan   []Layer
 	bytes  int64
 	close  sync.Once
 }
@@ -56,7 +57,7 @@ func (i *Image) Derive(layers ...Layer) (*Image, error) {
 		child.layers = append(child.layers, Layer{l.File, slices.Clone(l.Extents)})
 		child.shared = append(child.shared, newSharedFile(l.File))
 	}
-	child.merged = MergeLayers(child.layers)
+	child.merged, child.plan = MergeLayers(child.layers), PlanMappings(child.layers)
 	return child, nil
 }
 
@@ -88,7 +89,11 @@ func (i *Image) Bytes() int64 { return i.bytes }
 // be seen any more are left out. The files stay the image's.
 func (i *Image) Layers() []Layer { return i.merged }
 
-// Mappings is how many mappings a child needs for the image, at least: the base and an extent each.
+// Plan is the same with as few mappings as possible: they overlap, so they must be made in the order given.
+func (i *Image) Plan() []Layer { return i.plan }
+
+// Mappings is how many mappings a child of the image ends up with: a system's limit (vm.max_map_count) and the monitor's own
+// mappings say when an image must be flattened instead.
 func (i *Image) Mappings() int {
 	n := 1
 	for _, l := range i.merged {

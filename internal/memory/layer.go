@@ -18,20 +18,48 @@ type Layer struct {
 // MergeLayers makes the extents of a chain's layers (oldest first) disjoint: a page belongs to the newest layer that has it.
 // Layers that keep no page are left out.
 func MergeLayers(layers []Layer) []Layer {
-	merged := make([]Layer, 0, len(layers))
+	return merge(layers, func(visible, _ []Extent) []Extent { return visible })
+}
+
+// PlanMappings returns the fewest mappings that make a chain's layers visible if they are made in the order given: oldest layer
+// first. Other than those of MergeLayers they overlap: where newer layers cover the pages between two extents of an older one, one
+// mapping spans both, and the newer layers' mappings come over it.
+func PlanMappings(layers []Layer) []Layer {
+	return merge(layers, func(visible, newer []Extent) []Extent {
+		gaps := Gaps(visible)
+		open := touching(gaps, Subtract(gaps, newer)) // where something below must still be seen
+		return Union(visible, Subtract(gaps, open))
+	})
+}
+
+// merge walks the layers from the newest down and gives choose what is visible of each and what newer layers cover.
+func merge(layers []Layer, choose func(visible, newer []Extent) []Extent) []Layer {
+	var out []Layer
 	var covered []Extent
-	for i := len(layers) - 1; i >= 0; i-- {
-		visible := Subtract(layers[i].Extents, covered)
+	for _, l := range slices.Backward(layers) {
+		visible := Subtract(l.Extents, covered)
 		if len(visible) == 0 {
 			continue
 		}
+		out = append(out, Layer{l.File, choose(visible, covered)})
 		covered = Union(covered, visible)
-		merged = append(merged, Layer{layers[i].File, visible})
 	}
-	for i, j := 0, len(merged)-1; i < j; i, j = i+1, j-1 {
-		merged[i], merged[j] = merged[j], merged[i]
+	slices.Reverse(out)
+	return out
+}
+
+// touching returns those of extents that share a page with others.
+func touching(extents, others []Extent) []Extent {
+	var out []Extent
+	for _, e := range extents {
+		for len(others) > 0 && others[0].End() <= e.First {
+			others = others[1:]
+		}
+		if len(others) > 0 && others[0].First < e.End() {
+			out = append(out, e)
+		}
 	}
-	return merged
+	return out
 }
 
 // Gap policy: a mapping costs about 30 µs to make and a vma for good, a filled page 4 KiB. Gaps of up to MaxGap pages cut the
