@@ -21,6 +21,7 @@ type FakeOptions struct {
 	NoFeatures  bool          // Probe reports no optional powers, whatever Info says
 	Unavailable error         // Probe and all else wrap vmm.ErrUnavailable with it
 	Faults      []Fault       // injected failures; Inject changes them later
+	NoPython    bool          // guests that are booted have no interpreter
 	SlowStart   time.Duration // a monitor process needs that long before it listens
 	MaxLife     time.Duration // a machine ends itself after that long, so that a broken test leaves nothing for ever; 0: 15 min
 }
@@ -85,7 +86,7 @@ func (e *Fake) Boot(ctx context.Context, cfg vmm.BootConfig) (vmm.Machine, error
 	}
 	var m *monitor
 	err := e.faults.around(ctx, StepBoot, nil, func() (err error) {
-		m, err = e.start(ctx, machineConfig{Dir: cfg.Dir, Boot: true, Shape: cfg.Shape, Cmdline: cfg.Cmdline}, inherited{memory: cfg.Memory, rootfs: cfg.Rootfs})
+		m, err = e.start(ctx, machineConfig{Dir: cfg.Dir, Boot: true, Shape: cfg.Shape, Cmdline: cfg.Cmdline, Python: !e.opts.NoPython}, inherited{memory: cfg.Memory, rootfs: cfg.Rootfs})
 		return err
 	})
 	if err != nil {

@@ -3,6 +3,7 @@ package vmmtest
 import (
 	"net"
 	"sync"
+	"time"
 )
 
 // gate is the vCPU of a fake machine: guest code runs only inside it.
@@ -10,6 +11,8 @@ type gate struct {
 	mu     sync.Mutex
 	cond   *sync.Cond
 	opened bool
+	since  time.Time     // when it was opened
+	ran    time.Duration // how long it was open before that
 	inside int
 }
 
@@ -22,7 +25,9 @@ func newGate() *gate {
 func (g *gate) open() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.opened = true
+	if !g.opened {
+		g.opened, g.since = true, time.Now()
+	}
 	g.cond.Broadcast()
 }
 
@@ -30,10 +35,29 @@ func (g *gate) open() {
 func (g *gate) shut() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.opened = false
+	if g.opened {
+		g.opened, g.ran = false, g.ran+time.Since(g.since)
+	}
 	for g.inside > 0 {
 		g.cond.Wait()
 	}
+}
+
+// time is how long the gate was open in all.
+func (g *gate) time() time.Duration {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.opened {
+		return g.ran + time.Since(g.since)
+	}
+	return g.ran
+}
+
+// setTime sets what time returns. Preconditions: the gate is shut.
+func (g *gate) setTime(ran time.Duration) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.ran = ran
 }
 
 func (g *gate) isOpen() bool {

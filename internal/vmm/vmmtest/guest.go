@@ -3,13 +3,10 @@ package vmmtest
 import (
 	"crypto/rand"
 	"encoding/binary"
-	"encoding/json"
 	"fmt"
-	"net"
 	"os"
 	"path/filepath"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/forkd/forkd/internal/vmm"
@@ -26,7 +23,7 @@ const (
 	dataOffset   = storeOffset + storeBytes // poke and peek are for what lies from here
 )
 
-// tickEvery is how often a running guest counts up.
+// tickEvery is how often an idle guest writes memory.
 const tickEvery = 20 * time.Millisecond
 
 // guest is what runs in a fake machine.
@@ -36,8 +33,7 @@ type guest struct {
 	dir    string
 	over   chan<- string
 
-	saves  int // guarded by the hardware's mu
-	ticks  atomic.Uint64
+	saves  int             // guarded by the hardware's mu
 	faults map[Step]Action // set before the gate opens for the first time
 
 	mu      sync.Mutex // guards the store and the console
@@ -49,14 +45,18 @@ func newGuest(memory []byte, gate *gate, dir string, over chan<- string) *guest 
 }
 
 // boot is the first start of a parent.
-func (g *guest) boot(cmdline []string) error {
+func (g *guest) boot(cmdline []string, python bool) error {
 	if len(g.memory) < dataOffset {
 		return fmt.Errorf("%d bytes of memory, a fake guest needs %d", len(g.memory), dataOffset)
 	}
 	if _, err := rand.Read(g.memory[familyOffset : familyOffset+16]); err != nil {
 		return err
 	}
-	g.setStore(store{Hostname: "fake"})
+	s := store{Hostname: "fake", Python: python}
+	s.Random.mix([]byte(g.family()))
+	s.Interpreter.mix([]byte(g.family()))
+	s.setClock(time.Now().UnixNano(), 0)
+	g.setStore(s)
 	g.print(fmt.Sprintf("fake guest: booted, cmdline %q\n", cmdline))
 	return nil
 }
@@ -64,20 +64,22 @@ func (g *guest) boot(cmdline []string) error {
 // restore is the start of a child.
 func (g *guest) restore(state deviceState, faults map[Step]Action) {
 	g.saves, g.faults = state.Saves, faults
-	g.ticks.Store(state.Ticks)
+	g.gate.setTime(state.Uptime)
 	g.print("fake guest: loaded\n")
 }
 
 func (g *guest) family() string { return fmt.Sprintf("%x", g.memory[familyOffset:familyOffset+16]) }
 
-// tick counts the guest's uptime while the machine runs. It ends with the process.
+// tick goes on writing memory while the machine runs, as guests do that have nothing to do. It ends with the process.
 func (g *guest) tick() {
+	page := g.memory[ticksOffset:]
 	for range time.Tick(tickEvery) {
-		g.gate.through(func() { binary.LittleEndian.PutUint64(g.memory[ticksOffset:], g.ticks.Add(1)) })
+		g.gate.through(func() { binary.LittleEndian.PutUint64(page, binary.LittleEndian.Uint64(page)+1) })
 	}
 }
 
-func (g *guest) uptime() time.Duration { return time.Duration(g.ticks.Load()) * tickEvery }
+// uptime is how long the machine has run since its parent was booted, without the time it stood frozen.
+func (g *guest) uptime() time.Duration { return g.gate.time() }
 
 // print writes to the console, which keeps its newest bytes.
 func (g *guest) print(s string) {
@@ -102,66 +104,5 @@ func (g *guest) shutdown(why string) {
 	select {
 	case g.over <- "the guest powered off: " + why:
 	default: // it ends already
-	}
-}
-
-// store is what the guest remembers.
-type store struct {
-	Hostname, InstanceID, MachineID string
-	Identities                      int
-	Env                             []string
-	Files                           map[string]string
-	Vars                            map[string]string // by name, their repr
-}
-
-// getStore reads the store. Preconditions: g.mu is held, or no request can be running.
-func (g *guest) getStore() store {
-	var s store
-	n := binary.LittleEndian.Uint32(g.memory[storeOffset:])
-	if n > 0 && n < storeBytes-4 {
-		_ = json.Unmarshal(g.memory[storeOffset+4:storeOffset+4+int(n)], &s)
-	}
-	return s
-}
-
-// setStore writes the store, or drops the change when the store is full. Preconditions: as for getStore.
-func (g *guest) setStore(s store) bool {
-	b, err := json.Marshal(s)
-	if err != nil || len(b) >= storeBytes-4 {
-		return false
-	}
-	binary.LittleEndian.PutUint32(g.memory[storeOffset:], uint32(len(b)))
-	copy(g.memory[storeOffset+4:], b)
-	return true
-}
-
-// view runs guest code that reads the store.
-func (g *guest) view() store {
-	g.gate.enter()
-	defer g.gate.leave()
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	return g.getStore()
-}
-
-// change runs guest code that changes the store.
-func (g *guest) change(do func(*store)) bool {
-	g.gate.enter()
-	defer g.gate.leave()
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	s := g.getStore()
-	do(&s)
-	return g.setStore(s)
-}
-
-// servePort serves a guest port as QEMU does: one connection at a time. It ends with the process.
-func (g *guest) servePort(l net.Listener, port uint32) {
-	for {
-		conn, err := l.Accept()
-		if err != nil {
-			return
-		}
-		g.serveConn(gatedConn{conn, g.gate}, port)
 	}
 }

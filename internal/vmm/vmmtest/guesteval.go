@@ -2,7 +2,6 @@ package vmmtest
 
 import (
 	"context"
-	"crypto/rand"
 	"encoding/binary"
 	"fmt"
 	"regexp"
@@ -101,9 +100,8 @@ func (g *guest) term(text string) (string, error) {
 		return "'" + text[1:n-1] + "'", nil
 	}
 	if text == "random()" {
-		b := make([]byte, 8)
-		_, err := rand.Read(b)
-		return strconv.FormatUint(binary.LittleEndian.Uint64(b)>>1, 10), err
+		b := g.draw(func(s *store) *generator { return &s.Interpreter })
+		return strconv.FormatUint(binary.LittleEndian.Uint64(b[:])>>1, 10), nil
 	}
 	if !identifier.MatchString(text) {
 		return "", fmt.Errorf("SyntaxError: invalid syntax: %s", text)

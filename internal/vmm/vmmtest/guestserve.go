@@ -1,119 +1,281 @@
 package vmmtest
 
 import (
-	"bufio"
 	"context"
-	"encoding/json"
+	"errors"
 	"net"
+	"os"
 	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/forkd/forkd/internal/guest/agentproto"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
-// The guest's agent, as long as internal/guest has none: a request is a line of JSON, and so is its reply.
-
-type guestRequest struct {
-	ID        int
-	Op        string // ping, identify, exec, eval
-	Args      []string
-	Code      string
-	Env       []string
-	Stdin     []byte
-	Identity  guestIdentity
-	TimeoutMS int
+// message is a message of agentproto.
+type message interface {
+	AppendTo([]byte) []byte
+	Decode([]byte) error
 }
 
-type guestIdentity struct{ InstanceID, Hostname, MachineID string }
+// empty is the message of a kind that says it all.
+type empty struct{}
 
-type guestReply struct {
-	ID             int
-	Error          string
-	Code           int
-	Stdout, Stderr []byte
-	Result         string
-	Failure        string
-	UptimeNano     int64
+func (empty) AppendTo(dst []byte) []byte { return dst }
+func (empty) Decode([]byte) error        { return nil }
+
+// agentServer is the agent of a fake guest. The real one runs commands of the machine that it is on and keeps its state in its own
+// process; this one speaks the same protocol about what is in the fake guest's memory.
+//
+// As with a virtio-serial port, the guest may never learn that one connection ended and another began: what a dead host left half
+// written is followed by what the next one writes.
+type agentServer struct {
+	guest   *guest
+	dec     *agentproto.Decoder
+	asm     agentproto.Assembler
+	evals   chan struct{} // holds a token while an evaluation runs
+	writing sync.Mutex    // held while a frame is written
+
+	mu      sync.Mutex // guards what follows
+	conn    net.Conn
+	session uint64 // 0 before HELLO
+	running map[requestID]context.CancelFunc
 }
 
-func (g *guest) serveConn(conn net.Conn, port uint32) {
+// requestID names a request.
+type requestID struct {
+	session uint64
+	id      uint32
+}
+
+func newAgentServer(g *guest) *agentServer {
+	return &agentServer{
+		guest: g, dec: agentproto.NewDecoder(agentproto.KindHello, nil), evals: make(chan struct{}, 1), running: map[requestID]context.CancelFunc{},
+	}
+}
+
+// serve serves one connection after the other. It ends with the process.
+func (s *agentServer) serve(l net.Listener, port uint32) {
+	for {
+		conn, err := l.Accept()
+		if err != nil {
+			return
+		}
+		if port != vmm.PortControl {
+			conn.Close() // nothing listens in the guest
+			continue
+		}
+		s.serveConn(gatedConn{conn, s.guest.gate})
+	}
+}
+
+func (s *agentServer) serveConn(conn net.Conn) {
 	defer conn.Close()
-	if port != vmm.PortControl {
+	s.attach(conn)
+	defer s.attach(nil)
+	for {
+		n, err := conn.Read(s.dec.Space())
+		s.dec.Filled(n)
+		for f, ok := s.dec.Next(); ok; f, ok = s.dec.Next() {
+			s.frame(f)
+		}
+		if err != nil {
+			return
+		}
+	}
+}
+
+func (s *agentServer) attach(conn net.Conn) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.conn, s.session = conn, 0
+}
+
+func (s *agentServer) frame(f agentproto.Frame) {
+	if s.guest.faults[StepGuest] != "" {
+		return
+	}
+	if f.Kind == agentproto.KindHello {
+		s.hello(f)
+		return
+	}
+	s.mu.Lock()
+	session := s.session
+	s.mu.Unlock()
+	if session == 0 || f.Session != session {
+		return
+	}
+	body, fits, done := s.asm.Add(f)
+	if !done {
+		return
+	}
+	id := requestID{session, f.ID}
+	if !fits {
+		s.fail(id, agentproto.CodeBadRequest, "the request is too long")
+		return
+	}
+	s.request(id, f.Kind, body)
+}
+
+func (s *agentServer) hello(f agentproto.Frame) {
+	var hello agentproto.Hello
+	if hello.Decode(f.Payload) != nil || hello.Token.Session() != f.Session {
+		return
+	}
+	s.asm.Reset()
+	s.mu.Lock()
+	s.session = f.Session
+	s.mu.Unlock()
+	hello.Version = agentproto.ProtocolVersion
+	s.send(requestID{f.Session, 0}, agentproto.KindHelloAck, &hello)
+}
+
+// send writes a message, unless its session is over.
+func (s *agentServer) send(to requestID, kind agentproto.Kind, m message) {
+	s.writing.Lock()
+	defer s.writing.Unlock()
+	s.mu.Lock()
+	conn := s.conn
+	if s.session != to.session {
+		conn = nil
+	}
+	s.mu.Unlock()
+	if conn != nil {
+		_, _ = conn.Write(agentproto.AppendMessage(nil, kind, to.session, to.id, m.AppendTo(nil)))
+	}
+}
+
+func (s *agentServer) fail(to requestID, code agentproto.Code, text string) {
+	s.send(to, agentproto.KindError, &agentproto.Error{Code: code, Message: text})
+}
+
+// request starts one request. Body is only valid until it returns.
+func (s *agentServer) request(id requestID, kind agentproto.Kind, body []byte) {
+	switch kind {
+	case agentproto.KindPing:
+		pong := s.guest.pong()
+		s.send(id, agentproto.KindPong, &pong)
+	case agentproto.KindIdentity:
+		run(s, id, StepIdentify, body, agentproto.KindIdentityAck, s.guest.identify)
+	case agentproto.KindExec:
+		run(s, id, StepExec, body, agentproto.KindExecResult, s.guest.exec)
+	case agentproto.KindEval:
+		run(s, id, StepEval, body, agentproto.KindEvalResult, s.eval)
+	case agentproto.KindQuiesce:
+		s.quiesce(id)
+	case agentproto.KindCancel:
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if cancel := s.running[id]; cancel != nil {
+			cancel()
+		}
+	default:
+		s.fail(id, agentproto.CodeBadRequest, "unknown kind of request")
+	}
+}
+
+func (s *agentServer) quiesce(id requestID) {
+	s.mu.Lock()
+	busy := len(s.running) > 0
+	s.mu.Unlock()
+	if busy {
+		s.fail(id, agentproto.CodeBusy, "a command is running")
+		return
+	}
+	s.send(id, agentproto.KindQuiesceAck, empty{})
+}
+
+// eval keeps evaluations from running at once: there is one interpreter.
+func (s *agentServer) eval(ctx context.Context, req agentproto.EvalRequest) (agentproto.EvalResult, error) {
+	select {
+	case s.evals <- struct{}{}:
+	case <-ctx.Done():
+		return agentproto.EvalResult{}, &agentproto.Error{Code: agentproto.CodeCanceled, Message: "canceled before it began"}
+	}
+	defer func() { <-s.evals }()
+	return s.guest.evaluate(ctx, req)
+}
+
+// run carries out one request in a goroutine of its own, which ends with the request or the process.
+func run[Req, Res any, PReq interface {
+	*Req
+	message
+}, PRes interface {
+	*Res
+	message
+}](s *agentServer, id requestID, step Step, body []byte, kind agentproto.Kind, do func(context.Context, Req) (Res, error)) {
+	var req Req
+	if PReq(&req).Decode(body) != nil {
+		s.fail(id, agentproto.CodeBadRequest, "malformed "+string(step))
 		return
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	var wg sync.WaitGroup
-	defer wg.Wait()
-	defer cancel()
-	var mu sync.Mutex
-	lines := bufio.NewScanner(conn)
-	for lines.Scan() {
-		if g.faults[StepGuest] != "" {
-			continue
+	s.mu.Lock()
+	s.running[id] = cancel
+	s.mu.Unlock()
+	go func() {
+		defer cancel()
+		var res Res
+		err := s.guest.fault(ctx, step)
+		if err == nil {
+			res, err = do(ctx, req)
 		}
-		var req guestRequest
-		if json.Unmarshal(lines.Bytes(), &req) != nil {
-			continue
+		s.mu.Lock()
+		delete(s.running, id)
+		s.mu.Unlock()
+		var refusal *agentproto.Error
+		switch {
+		case err == nil:
+			s.send(id, kind, PRes(&res))
+		case errors.As(err, &refusal):
+			s.send(id, agentproto.KindError, refusal)
+		default:
+			s.fail(id, agentproto.CodeInternal, err.Error())
 		}
-		wg.Go(func() {
-			r, answer := g.answer(ctx, req)
-			if !answer {
-				return
-			}
-			r.ID = req.ID
-			line, err := json.Marshal(r)
-			if err != nil {
-				return
-			}
-			mu.Lock()
-			defer mu.Unlock()
-			_, _ = conn.Write(append(line, '\n'))
-		})
-	}
+	}()
 }
 
-func (g *guest) answer(ctx context.Context, req guestRequest) (guestReply, bool) {
-	if req.TimeoutMS > 0 {
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeout(ctx, time.Duration(req.TimeoutMS)*time.Millisecond)
-		defer cancel()
-	}
-	var r guestReply
-	switch g.faults[Step(req.Op)] {
+// fault plays what was injected for a step.
+func (g *guest) fault(ctx context.Context, step Step) error {
+	switch g.faults[step] {
 	case Fail, FailLate:
-		r.Error = "injected failure"
-		return r, true
+		code := agentproto.CodeInternal
+		if step == StepIdentify {
+			code = agentproto.CodeIdentity
+		}
+		return &agentproto.Error{Code: code, Message: "injected failure"}
 	case Stall:
-		return r, false
+		<-ctx.Done()
+		return context.Cause(ctx)
 	case Die:
 		die()
 	}
-	switch req.Op {
-	case "ping":
-		g.gate.through(func() { r.UptimeNano = int64(g.uptime()) })
-	case "identify":
-		g.change(func(s *store) {
-			s.Hostname, s.InstanceID, s.MachineID, s.Env = req.Identity.Hostname, req.Identity.InstanceID, req.Identity.MachineID, req.Env
-			s.Identities++
-		})
-	case "exec":
-		sh := &shell{guest: g, env: append(g.view().Env, req.Env...), stdin: req.Stdin}
-		r.Code = sh.run(ctx, req.Args)
-		r.Stdout, r.Stderr = sh.stdout.Bytes(), sh.stderr.Bytes()
-	case "eval":
-		var out string
-		r.Result, out, r.Failure = g.eval(ctx, req.Code)
-		r.Stdout = []byte(out)
-	default:
-		r.Error = "unknown request"
-	}
-	return r, true
+	return nil
 }
 
 // die ends this very process as a signal from outside does.
 func die() {
-	_ = unix.Kill(unix.Getpid(), unix.SIGKILL)
+	_ = unix.Kill(os.Getpid(), unix.SIGKILL)
 	select {} // until the signal arrives
+}
+
+// limited bounds a request's time.
+func limited(ctx context.Context, ms uint32) (context.Context, context.CancelFunc) {
+	if ms == 0 {
+		return context.WithCancel(ctx)
+	}
+	return context.WithTimeout(ctx, time.Duration(ms)*time.Millisecond)
+}
+
+// cut bounds an output stream.
+func cut(b []byte, limit uint32) ([]byte, bool) {
+	if limit == 0 {
+		limit = agentproto.DefaultMaxOutput
+	}
+	if len(b) <= int(limit) {
+		return b, false
+	}
+	return b[:limit], true
 }

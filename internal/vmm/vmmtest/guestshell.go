@@ -3,7 +3,6 @@ package vmmtest
 import (
 	"bytes"
 	"context"
-	"crypto/rand"
 	"fmt"
 	"strconv"
 	"strings"
@@ -181,9 +180,17 @@ func cat(_ context.Context, sh *shell, args []string) int {
 		sh.stdout.Write(sh.stdin)
 		return 0
 	}
-	files := sh.guest.view().Files
+	memory := sh.guest.view()
+	identity := map[string]string{
+		"/proc/sys/kernel/hostname": memory.Hostname + "\n",
+		"/etc/hostname":             memory.Hostname + "\n",
+		"/etc/machine-id":           memory.MachineID + "\n",
+	}
 	for _, name := range args {
-		text, ok := files[name]
+		text, ok := memory.Files[name]
+		if !ok {
+			text, ok = identity[name]
+		}
 		if !ok {
 			return sh.fail(1, "cat: %s: No such file or directory", name)
 		}
@@ -218,11 +225,8 @@ func hang(ctx context.Context, _ *shell, _ []string) int {
 }
 
 func urandom(_ context.Context, sh *shell, _ []string) int {
-	b := make([]byte, 16)
-	if _, err := rand.Read(b); err != nil {
-		return sh.fail(1, "urandom: %v", err)
-	}
-	return sh.say(fmt.Sprintf("%x", b))
+	b := sh.guest.draw(func(s *store) *generator { return &s.Random })
+	return sh.say(fmt.Sprintf("%x", b[:16]))
 }
 
 // span checks a piece of the guest's memory that a command may touch.

@@ -27,6 +27,7 @@ type machineConfig struct {
 	Boot         bool
 	Shape        vmm.Shape
 	Cmdline      []string
+	Python       bool
 	Memory       int   // descriptor
 	Sockets      []int // descriptors of the listening sockets: control, then the ports
 	Process      vmm.Process
@@ -81,7 +82,7 @@ func (hw *hardware) run() error {
 	life := time.NewTimer(hw.cfg.MaxLife)
 	time.Sleep(hw.cfg.SlowStart) // what a slow monitor looks like: nothing to await
 	if hw.cfg.Boot {
-		if err := hw.guest.boot(hw.cfg.Cmdline); err != nil {
+		if err := hw.guest.boot(hw.cfg.Cmdline, hw.cfg.Python); err != nil {
 			return err
 		}
 		hw.loaded = true
@@ -89,7 +90,7 @@ func (hw *hardware) run() error {
 	}
 	go accept(listeners[0], hw.control)
 	for i, port := range ports {
-		go hw.guest.servePort(listeners[1+i], port)
+		go newAgentServer(hw.guest).serve(listeners[1+i], port)
 	}
 	go hw.guest.tick()
 	return hw.live(life.C)

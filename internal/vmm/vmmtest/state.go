@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"time"
 
 	"github.com/forkd/forkd/internal/vmm"
 )
@@ -22,8 +23,8 @@ const stateLimit = 64 << 10
 type deviceState struct {
 	Family string // random id of the parent, also in the memory: a state goes with memory of its own family only
 	Shape  vmm.Shape
-	Saves  int    // how many states were saved on the way from the parent to here
-	Ticks  uint64 // the guest's uptime, in ticks
+	Saves  int // how many states were saved on the way from the parent to here
+	Uptime time.Duration
 }
 
 func (s deviceState) write(w *os.File) error {
@@ -66,7 +67,7 @@ func (hw *hardware) save(w *os.File) error {
 		return errors.New("the machine runs: pause it first")
 	}
 	hw.guest.saves++
-	state := deviceState{Family: hw.guest.family(), Shape: hw.cfg.Shape, Saves: hw.guest.saves, Ticks: hw.guest.ticks.Load()}
+	state := deviceState{Family: hw.guest.family(), Shape: hw.cfg.Shape, Saves: hw.guest.saves, Uptime: hw.guest.uptime()}
 	return state.write(w)
 }
 

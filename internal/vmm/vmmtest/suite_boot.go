@@ -1,0 +1,149 @@
+package vmmtest
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/forkd/forkd/internal/memory"
+	"github.com/forkd/forkd/internal/vmm"
+)
+
+func (s *suite) testProbe(t *testing.T) {
+	if s.info.Engine == "" || s.info.Version == "" || s.info.Accel == "" || s.info.Machine == "" || s.info.CPU == "" {
+		t.Errorf("Probe: got %+v, want no empty field", s.info)
+	}
+	again, err := s.h.Engine.Probe(t.Context())
+	if err != nil {
+		t.Fatalf("second Probe: %v", err)
+	}
+	if again != s.info {
+		t.Errorf("second Probe: got %+v, want what the first said: %+v", again, s.info)
+	}
+}
+
+func (s *suite) testInvalidConfig(t *testing.T) {
+	ram, err := memory.New("vmmtest", int64(s.h.Shape.MemMiB)<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ram.Close()
+	tests := []struct {
+		name   string
+		change func(*vmm.Shape)
+	}{
+		{"no vCPU", func(shape *vmm.Shape) { shape.VCPUs = 0 }},
+		{"less memory than the memfd has", func(shape *vmm.Shape) { shape.MemMiB-- }},
+		{"more memory than the memfd has", func(shape *vmm.Shape) { shape.MemMiB++ }},
+		{"no memory", func(shape *vmm.Shape) { shape.MemMiB = 0 }},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			before := children()
+			cfg := s.bootConfig(t, ram)
+			tt.change(&cfg.Shape)
+			m, err := s.h.Engine.Boot(s.step(t), cfg)
+			if err == nil {
+				s.end(t, m)
+			}
+			if !errors.Is(err, vmm.ErrInvalidConfig) {
+				t.Errorf("Boot: got %v, want vmm.ErrInvalidConfig", err)
+			}
+			checkNoProcess(t, ram, before)
+		})
+	}
+}
+
+// delays after which a context is cancelled: at once, and at various stages of a start.
+func delays(d time.Duration) []time.Duration {
+	return []time.Duration{0, d / 200, d / 40, d / 10, d / 4}
+}
+
+// cancelled calls start with contexts that end sooner or later, and checks what is left when it was too soon.
+func (s *suite) cancelled(t *testing.T, longest time.Duration, start func(context.Context, *testing.T) error) {
+	for _, delay := range delays(longest) {
+		t.Run("after "+delay.String(), func(t *testing.T) {
+			ctx, cancel := context.WithTimeout(t.Context(), delay)
+			defer cancel()
+			begin := time.Now()
+			err := start(ctx, t)
+			if took := time.Since(begin); took > delay+10*time.Second {
+				t.Errorf("returned %v after its context ended", took-delay)
+			}
+			if err != nil && !errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("got %v, want success or context.DeadlineExceeded", err)
+			}
+			if err == nil && delay == 0 {
+				t.Error("succeeded with a context that had ended")
+			}
+		})
+	}
+}
+
+// startScale is a time in which a monitor process surely starts, from which the suite takes moments to interrupt it.
+const startScale = 400 * time.Millisecond
+
+func (s *suite) testBootCancelled(t *testing.T) {
+	ram, err := memory.New("vmmtest", int64(s.h.Shape.MemMiB)<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ram.Close()
+	s.cancelled(t, startScale, func(ctx context.Context, t *testing.T) error {
+		before := children()
+		cfg := s.bootConfig(t, ram)
+		m, err := s.h.Engine.Boot(ctx, cfg)
+		if err == nil {
+			if err := m.Kill(); err != nil {
+				t.Errorf("Kill: %v", err)
+			}
+		}
+		checkNoProcess(t, ram, before)
+		checkEmpty(t, cfg.Dir)
+		return err
+	})
+}
+
+// testFreeze makes the template of all other tests.
+func (s *suite) testFreeze(t *testing.T) {
+	parent, ram := s.boot(t)
+	s.write(t, parent, "parent")
+	if err := parent.Pause(s.step(t)); err != nil {
+		t.Fatalf("Pause: %v", err)
+	}
+	state, err := memory.New("vmmtest-state", pageBytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := parent.SaveState(s.step(t), state); err != nil {
+		t.Fatalf("SaveState: %v", err)
+	}
+	if err := parent.Kill(); err != nil {
+		t.Fatalf("Kill: %v", err)
+	}
+	s.checkEnd(t, parent, vmm.ExitKilled)
+	// Nobody maps it shared any more, or this fails.
+	if err := memory.Seal(ram); err != nil {
+		t.Fatalf("seal the memory of a killed parent: %v", err)
+	}
+	s.template = template{ram: dup(t, ram), state: state, digest: digest(t, ram)}
+}
+
+func (s *suite) testTemplateUnchanged(t *testing.T) {
+	if got := digest(t, s.template.ram); got != s.template.digest {
+		t.Errorf("digest of the template's memory: got %s, want %s as it was when it was frozen", got, s.template.digest)
+	}
+}
+
+func (s *suite) testGuestShutdown(t *testing.T) {
+	child := s.fork(t, "goner")
+	// The guest may be gone before it has answered.
+	_, _ = child.agent.exec(s.step(t), s.h.Shutdown)
+	s.checkEnd(t, child, vmm.ExitShutdown)
+	checkGone(t, "Pause of a machine that has ended", child.Pause(s.step(t)))
+	if err := child.Kill(); err != nil {
+		t.Errorf("Kill of a machine that has ended: %v", err)
+	}
+	checkEmpty(t, child.Process().Dir)
+}
