@@ -6,14 +6,15 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
 )
 
-// Modules that go into an initramfs. The device modules come in the order in which a guest wants them: its disk and its agent's
-// channel first.
+// Modules that go into an initramfs, in the order in which a guest wants them: its disk and its agent's channel come first. The root
+// file system's follows the required ones.
 var (
 	requiredModules = []string{"virtio_mmio", "virtio_blk", "virtio_console", "overlay"}
 	optionalModules = []string{"virtio_rng", "virtio_net", "vmw_vsock_virtio_transport"}
@@ -63,7 +64,7 @@ func (b *build) selectModules(ctx context.Context, k kernel, rootfsType string) 
 	if err != nil {
 		return nil, err
 	}
-	modules, err := tree.closure(append([]string{rootfsType}, requiredModules...), optionalModules)
+	modules, err := tree.closure(append(slices.Clone(requiredModules), rootfsType), optionalModules)
 	if errors.Is(err, errNoModule) {
 		return nil, fmt.Errorf("%w: %w: give modules that match the kernel (looked in %s)", ErrInvalid, err, filepath.Clean(k.modules))
 	}
