@@ -1,0 +1,313 @@
+package agent
+
+import (
+	_ "embed"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/internal/guest/agentproto"
+)
+
+//go:embed driver.py
+var driverSource string
+
+// The driver is read from a descriptor: nothing is written to the root file system, and a list of processes stays readable.
+const driverBoot = "exec(compile(open(5,'rb').read(),'<forkd-driver>','exec'),{'__name__':'forkd_driver'})"
+
+const (
+	startLimit    = 120e9    // ns for the interpreter to start; cold under TCG, with many others, it takes seconds
+	reseedLimit   = 30e9     // ns for the interpreter to take an identity
+	quiesceLimit  = 60e9     // ns for a full garbage collection
+	killGrace     = 1e9      // ns between SIGINT and SIGKILL
+	idleOutput    = 64 << 10 // bytes kept of what background threads print between evaluations
+	maxQueue      = 64       // evaluations that wait
+	identityPipe  = 32 << 10 // an identity up to this size fits the request pipe of a busy interpreter
+	signalOffset  = 61       // SIGRTMAX-3: "read an identity now", as in driver.py
+	errInterpGone = "; its state is lost, the next evaluation starts a new interpreter"
+)
+
+// job is one request to the driver.
+type job struct {
+	kind      byte // of the driver's protocol
+	session   uint64
+	id        uint32
+	body      []byte
+	limit     int
+	timeoutMS uint32
+}
+
+// Kinds of jobs and answers.
+const (
+	jobEval     = 'E'
+	jobIdentity = 'I'
+	jobQuiesce  = 'Q'
+	answerReady = 'R'
+)
+
+// interp is the resident Python interpreter. Only the loop touches it.
+type interp struct {
+	a       *Agent
+	p       *proc // nil: it does not run
+	ready   bool
+	request int    // write end
+	answer  int    // read end
+	pending []byte // of the current request, not yet written
+	rbuf    []byte // of the current answer
+	outs    [2]capture
+	queue   []job
+	cur     *job
+	ident   *job // an identity overtakes the queue, and a running evaluation
+
+	deadline      int64 // of cur, or of the start; 0: none
+	identSent     bool
+	identDeadline int64
+	timedOut      bool   // cur was interrupted because its time was up
+	canceled      bool   // cur was interrupted because nobody wants its answer
+	killed        string // why we killed it
+}
+
+func (in *interp) init(a *Agent) {
+	in.a = a
+	in.closed()
+}
+
+func (in *interp) closed() {
+	in.p = nil
+	in.ready = false
+	in.request, in.answer = -1, -1
+	in.outs = [2]capture{{fd: -1}, {fd: -1}}
+	in.pending, in.rbuf = nil, in.rbuf[:0]
+	in.killed = ""
+}
+
+// idle says that nothing was asked of it.
+func (in *interp) idle() bool { return in.cur == nil && in.ident == nil && len(in.queue) == 0 }
+
+func (a *Agent) startEval(id uint32, msg []byte) {
+	var req agentproto.EvalRequest
+	if req.Decode(msg) != nil {
+		a.refuse(a.session, id, agentproto.CodeBadRequest, "the evaluation request is malformed")
+		return
+	}
+	if a.python == "" {
+		if a.python = findPython(a.opt.Python); a.python == "" {
+			a.refuse(a.session, id, agentproto.CodeNoInterpreter, "the image has no python3; build one with the package python3")
+			return
+		}
+	}
+	if len(a.in.queue) >= maxQueue {
+		a.refuse(a.session, id, agentproto.CodeBusy, "64 evaluations wait already; they run one after the other")
+		return
+	}
+	limit := outputLimit(req.MaxOutput)
+	n := uint32(limit)
+	body := make([]byte, 0, 4+len(req.Code))
+	body = append(body, byte(n), byte(n>>8), byte(n>>16), byte(n>>24))
+	body = append(body, req.Code...)
+	a.in.queue = append(a.in.queue, job{kind: jobEval, session: a.session, id: id, body: body, limit: limit, timeoutMS: req.TimeoutMS})
+	a.in.pump()
+}
+
+// cancel drops an evaluation that waits, or interrupts it.
+func (in *interp) cancel(session uint64, id uint32) {
+	for i, j := range in.queue {
+		if j.session == session && j.id == id {
+			in.queue = append(in.queue[:i], in.queue[i+1:]...)
+			in.a.refuse(session, id, agentproto.CodeCanceled, "the evaluation was canceled before it started")
+			return
+		}
+	}
+	if c := in.cur; c != nil && c.kind == jobEval && c.session == session && c.id == id && !in.timedOut && !in.canceled {
+		in.canceled = true
+		in.interrupt()
+	}
+}
+
+func (in *interp) interrupt() {
+	_ = unix.Kill(-in.p.pid, unix.SIGINT)
+	in.deadline = in.a.now() + killGrace
+}
+
+// kill ends the interpreter for a reason; died reports it when it is gone.
+func (in *interp) kill(why string) {
+	in.killed = why
+	in.deadline = 0
+	_ = unix.Kill(-in.p.pid, unix.SIGKILL)
+}
+
+// pump gives the interpreter its next request, and starts one when there is none.
+func (in *interp) pump() {
+	if in.cur != nil || len(in.pending) > 0 || len(in.queue) == 0 {
+		return
+	}
+	if in.p == nil {
+		if err := in.start(); err != nil {
+			in.failAll(agentproto.CodeInternal, "can't start "+in.a.python+": "+reason(err))
+			return
+		}
+	}
+	if !in.ready || in.ident != nil { // an identity was sent already: its answer comes first
+		return
+	}
+	next := in.queue[0]
+	in.queue = in.queue[1:]
+	in.cur = &next
+	in.timedOut, in.canceled = false, false
+	in.deadline = 0
+	if next.timeoutMS > 0 {
+		in.deadline = in.a.now() + int64(next.timeoutMS)*1e6
+	}
+	for i := range in.outs {
+		in.outs[i].limit = next.limit
+	}
+	in.send(next.kind, next.body)
+}
+
+// send writes a request; what the pipe does not take now is written when it can.
+func (in *interp) send(kind byte, body []byte) {
+	n := uint32(len(body) + 1)
+	msg := make([]byte, 0, 5+len(body))
+	msg = append(msg, byte(n), byte(n>>8), byte(n>>16), byte(n>>24), kind)
+	in.pending = append(append(in.pending, msg...), body...)
+	in.flush()
+}
+
+func (in *interp) flush() {
+	for len(in.pending) > 0 {
+		n, err := unix.Write(in.request, in.pending)
+		if err == unix.EINTR {
+			continue
+		}
+		if err != nil || n <= 0 {
+			return // full, or it died: the loop hears of either
+		}
+		in.pending = in.pending[n:]
+	}
+	in.pending = nil
+}
+
+// identify reseeds the interpreter, even in the middle of an evaluation.
+func (in *interp) identify(req *agentproto.Identity) {
+	in.ident = &job{kind: jobIdentity, body: identityBody(req, in.a.lastEnv, in.a.env)}
+	in.identSent = false
+	in.identDeadline = in.a.now() + reseedLimit
+	if in.ready && len(in.pending) == 0 {
+		in.sendIdentity()
+	}
+}
+
+// sendIdentity hands the identity over. To a busy interpreter it goes with a signal, whose handler reads it between two steps of the
+// user's code; that needs it to fit the pipe.
+func (in *interp) sendIdentity() {
+	if in.cur != nil && len(in.ident.body) > identityPipe {
+		return // after the evaluation, see finish
+	}
+	in.identSent = true
+	in.send(jobIdentity, in.ident.body)
+	if in.cur != nil {
+		_ = unix.Kill(in.p.pid, syscall.Signal(signalOffset))
+	}
+}
+
+// identityBody tells the driver the seed, the names of the last identity's environment that are gone, and the new environment.
+func identityBody(req *agentproto.Identity, old, env []string) []byte {
+	n := uint32(len(req.Entropy))
+	b := append(make([]byte, 0, 512), byte(n), byte(n>>8), byte(n>>16), byte(n>>24))
+	b = append(b, req.Entropy...)
+	for _, kv := range old {
+		name, _, _ := strings.Cut(kv, "=")
+		b = append(append(b, name...), 0)
+	}
+	for _, kv := range env {
+		b = append(append(b, kv...), 0)
+	}
+	return b
+}
+
+// failAll answers everything that waits.
+func (in *interp) failAll(code agentproto.Code, msg string) {
+	for _, j := range in.queue {
+		in.fail(j, code, msg)
+	}
+	in.queue = nil
+}
+
+func (in *interp) fail(j job, code agentproto.Code, msg string) {
+	in.a.refuse(j.session, j.id, code, msg)
+}
+
+// start runs the interpreter. It is ready when its first answer has come.
+func (in *interp) start() error {
+	a := in.a
+	u, err := lookUser("", "")
+	if a.opt.Sandboxed {
+		u, err = lookUser("", strconv.Itoa(os.Getuid()))
+	}
+	if err != nil {
+		return err
+	}
+	var pipes [5][2]int // stdout, stderr, request, answer, driver
+	var theirs []uintptr
+	defer func() { closeAll(theirs) }()
+	null, err := unix.Open("/dev/null", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	theirs = append(theirs, uintptr(null))
+	var ours []uintptr
+	for i := range pipes {
+		if err := unix.Pipe2(pipes[i][:], unix.O_CLOEXEC); err != nil {
+			closeAll(ours)
+			return err
+		}
+		read := 0
+		if i == 2 || i == 4 {
+			read = 1 // we write
+		}
+		ours = append(ours, uintptr(pipes[i][read]))
+		theirs = append(theirs, uintptr(pipes[i][1-read]))
+		_ = unix.SetNonblock(pipes[i][read], true)
+	}
+	defer unix.Close(int(ours[4]))
+	writeAll(int(ours[4]), []byte(driverSource)) // fits a pipe
+	dir := u.home
+	if isDir(dir) != nil {
+		dir = "/"
+	}
+	attr := &syscall.ProcAttr{Dir: dir, Env: mergeEnv(baseEnv(u), a.env), Files: theirs, Sys: &syscall.SysProcAttr{}}
+	p, err := a.procs.start(a.python, []string{filepath.Base(a.python), "-c", driverBoot}, attr)
+	if err != nil {
+		closeAll(ours[:4])
+		return err
+	}
+	in.p = p
+	in.outs = [2]capture{{fd: int(ours[0]), limit: idleOutput}, {fd: int(ours[1]), limit: idleOutput}}
+	in.request, in.answer = int(ours[2]), int(ours[3])
+	in.deadline = a.now() + startLimit
+	return nil
+}
+
+// shutdown ends the interpreter and waits for it.
+func (in *interp) shutdown() {
+	if in.p == nil {
+		return
+	}
+	in.p.killSession()
+	<-in.p.done
+	in.release()
+}
+
+func (in *interp) release() {
+	in.p.closeFD()
+	unix.Close(in.request)
+	unix.Close(in.answer)
+	for i := range in.outs {
+		in.a.keepDraining(&in.outs[i])
+	}
+	in.closed()
+}

@@ -1,0 +1,34 @@
+package agent
+
+import (
+	"runtime/debug"
+
+	"github.com/forkd/forkd/internal/guest/agentproto"
+)
+
+// quiesce makes the machine small and still before it is frozen. It is refused while something runs: that would be frozen with it.
+func (a *Agent) quiesce(id uint32) {
+	if a.execs.len() > 0 || !a.in.idle() || a.identBusy.Load() {
+		a.refuse(a.session, id, agentproto.CodeBusy, "commands or evaluations are still running; a quiet machine is needed before a freeze")
+		return
+	}
+	a.quiet.session, a.quiet.id = a.session, id
+	if a.in.p == nil {
+		a.quiesced("")
+		return
+	}
+	a.in.queue = append(a.in.queue, job{kind: jobQuiesce, timeoutMS: quiesceLimit / 1e6, limit: idleOutput})
+	a.in.pump()
+}
+
+// quiesced goes on after the interpreter.
+func (a *Agent) quiesced(problem string) {
+	if problem != "" {
+		a.refuse(a.quiet.session, a.quiet.id, agentproto.CodeInternal, "the machine did not become quiet: "+problem)
+		return
+	}
+	if !a.opt.Sandboxed {
+		debug.FreeOSMemory()
+	}
+	a.out.send(a.quiet.session, agentproto.KindQuiesceAck, a.quiet.id, nil)
+}
