@@ -13,7 +13,7 @@ import (
 
 // The index says which pages a memory file stores, in which order (ascending, packed), and the digest of each chunk of them.
 //
-//	content: magic, logical bytes, and the numbers of data extents, zero extents and chunks; then the records:
+//	content: magic, logical bytes, flags (1: a layer), and the numbers of data extents, zero extents and chunks; then the records:
 //	         extents {first, pages} in pages, then a SHA-256 per chunk
 //	layout:  a uint32 per chunk: the bytes it takes in the file; fewer than its pages have: zstd
 //	sum:     SHA-256 of all before
@@ -21,13 +21,15 @@ import (
 // Content is the same wherever the snapshot goes: its SHA-256 is the snapshot's memory digest. Layout is how this store keeps it.
 const (
 	indexMagic  = "forkd-m1"
-	indexHeader = len(indexMagic) + 8 + 3*4
+	indexHeader = len(indexMagic) + 8 + 4*4
+	flagLayer   = 1
 	extentBytes = 16
 	digestBytes = sha256.Size
 )
 
 type index struct {
 	logical int64
+	layer   bool            // lies over another snapshot's memory
 	data    []memory.Extent // stored, in file order
 	zero    []memory.Extent // of a layer: changed to zeros, not stored
 	sums    [][digestBytes]byte
@@ -39,7 +41,11 @@ func (x *index) content() []byte {
 	out := make([]byte, 0, indexHeader+extentBytes*(len(x.data)+len(x.zero))+digestBytes*len(x.sums))
 	out = append(out, indexMagic...)
 	out = binary.LittleEndian.AppendUint64(out, uint64(x.logical))
-	for _, n := range []int{len(x.data), len(x.zero), len(x.sums)} {
+	flags := 0
+	if x.layer {
+		flags = flagLayer
+	}
+	for _, n := range []int{flags, len(x.data), len(x.zero), len(x.sums)} {
 		out = binary.LittleEndian.AppendUint32(out, uint32(n))
 	}
 	for _, extents := range [][]memory.Extent{x.data, x.zero} {
@@ -99,8 +105,12 @@ func decodeContent(b []byte) (*index, []byte, error) {
 	}
 	b = b[len(indexMagic):]
 	x := &index{logical: int64(binary.LittleEndian.Uint64(b))}
-	nData, nZero, nSums := int(binary.LittleEndian.Uint32(b[8:])), int(binary.LittleEndian.Uint32(b[12:])), int(binary.LittleEndian.Uint32(b[16:]))
-	b = b[20:]
+	number := func(i int) int { return int(binary.LittleEndian.Uint32(b[8+4*i:])) }
+	flags, nData, nZero, nSums := number(0), number(1), number(2), number(3)
+	b = b[indexHeader-len(indexMagic):]
+	if x.layer = flags == flagLayer; flags > flagLayer {
+		return nil, nil, fmt.Errorf("index has unknown flags %x", flags)
+	}
 	if need := extentBytes*(nData+nZero) + digestBytes*nSums; need > len(b) {
 		return nil, nil, fmt.Errorf("index is truncated: %d bytes for %d extents and %d chunks", len(b), nData+nZero, nSums)
 	}
@@ -136,6 +146,9 @@ func (x *index) checkContent() error {
 		if n := len(extents); n > 0 && extents[n-1].End() > uint64(x.logical/memory.PageSize) {
 			return fmt.Errorf("%s extents of the index reach page %d of %d", name, extents[n-1].End(), x.logical/memory.PageSize)
 		}
+	}
+	if len(x.zero) > 0 && !x.layer {
+		return errors.New("index has zero extents without being a layer's")
 	}
 	if len(memory.Intersect(x.data, x.zero)) > 0 {
 		return errors.New("index has pages that are both data and zero")

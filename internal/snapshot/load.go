@@ -168,8 +168,8 @@ func (s *Store) readIndex(m Manifest) (*index, error) {
 		return nil, corrupt("sizes do not match the manifest",
 			fmt.Sprintf("%d/%d/%d bytes", m.Memory.LogicalBytes, m.Memory.DataBytes, m.Memory.PhysicalBytes),
 			fmt.Sprintf("%d/%d/%d bytes", x.logical, x.dataBytes(), x.fileBytes()), nil)
-	case m.Parent == "" && len(x.zero) > 0:
-		return nil, corrupt("has zero extents without a parent", "", "", nil)
+	case x.layer != (m.Parent != ""):
+		return nil, corrupt("a layer needs a parent, and nothing else has one", fmt.Sprintf("layer: %v", x.layer), fmt.Sprintf("parent: %q", m.Parent), nil)
 	}
 	return x, nil
 }

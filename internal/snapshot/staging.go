@@ -27,7 +27,6 @@ type Staging struct {
 	lock   *os.File   // tells other processes that the directory is alive; nil: published or aborted
 	open   []*os.File // written, not yet synced
 	index  *index     // nil: no memory yet
-	layer  bool       // memory was given as extents
 	device Blob       // without a digest: no device state yet
 }
 
@@ -100,7 +99,7 @@ func (st *Staging) writeMemory(ctx context.Context, src *source, layer bool) err
 	if err != nil {
 		return err
 	}
-	if layer {
+	if x.layer = layer; layer {
 		x.zero = memory.Subtract(src.wanted, x.data)
 	}
 	if err := src.punch(x.data); err != nil {
@@ -112,7 +111,7 @@ func (st *Staging) writeMemory(ctx context.Context, src *source, layer bool) err
 	if err := st.writeFile(indexFile, x.encode()); err != nil {
 		return err
 	}
-	st.index, st.layer = x, layer
+	st.index = x
 	return nil
 }
 
@@ -168,7 +167,7 @@ func (st *Staging) complete(m *Manifest) error {
 	if st.index == nil || st.device.SHA256 == "" {
 		return fmt.Errorf("%w: memory or device state was not written", ErrInvalid)
 	}
-	if st.layer != (m.Parent != "") {
+	if st.index.layer != (m.Parent != "") {
 		return fmt.Errorf("%w: a layer needs a parent and a self-contained snapshot has none (parent %q)", ErrInvalid, m.Parent)
 	}
 	if m.CreatedAt.IsZero() {
