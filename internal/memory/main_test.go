@@ -15,6 +15,7 @@ const helperVariable = "FORKD_TEST_HELPER"
 func TestMain(m *testing.M) {
 	helpers := map[string]func(args []string) error{
 		"mapper": runMapper, // usage_test.go
+		"guest":  runGuest,  // window_guest_test.go
 	}
 	helper, ok := helpers[os.Getenv(helperVariable)]
 	if !ok {

@@ -1,0 +1,113 @@
+package memory
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/internal/vmm"
+)
+
+// process pins a monitor: what is done with its pid while gone reports nil was done to that very process and no other.
+type process struct {
+	vmm.Process
+	pidfd int
+}
+
+// openProcess finds the monitor that p names. It wraps vmm.ErrGone when the process has ended or the pid is another one's now.
+func openProcess(p vmm.Process) (*process, error) {
+	if p.PID <= 0 {
+		return nil, fmt.Errorf("monitor: %d is no process id", p.PID)
+	}
+	fd, err := unix.PidfdOpen(p.PID, 0)
+	if errors.Is(err, unix.ESRCH) {
+		return nil, fmt.Errorf("monitor %d: %w", p.PID, vmm.ErrGone)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("monitor %d: open pidfd: %w", p.PID, err)
+	}
+	// Only now look at the start time: the pidfd holds on to whatever process the number named when it was opened.
+	ticks, err := startTicks(p.PID)
+	if err != nil || ticks != p.StartTicks {
+		unix.Close(fd)
+		return nil, fmt.Errorf("monitor %d (started at tick %d) has another start, %d, now: %w", p.PID, p.StartTicks, ticks, vmm.ErrGone)
+	}
+	return &process{Process: p, pidfd: fd}, nil
+}
+
+// gone reports whether the process has ended, as an error that wraps vmm.ErrGone.
+func (p *process) gone() error {
+	fds := []unix.PollFd{{Fd: int32(p.pidfd), Events: unix.POLLIN}}
+	n, err := unix.Poll(fds, 0)
+	if err != nil || n == 0 {
+		return nil
+	}
+	return fmt.Errorf("monitor %d: %w", p.PID, vmm.ErrGone)
+}
+
+// blame says that the process is gone where that is what is behind an error of something done to it.
+func (p *process) blame(err error) error {
+	if err == nil || errors.Is(err, vmm.ErrGone) {
+		return err
+	}
+	if gone := p.gone(); gone != nil {
+		return fmt.Errorf("%w (%w)", gone, err)
+	}
+	return err
+}
+
+func (p *process) close() { unix.Close(p.pidfd) }
+
+// inodeOfInfo is inodeOf for a file that was looked up by name.
+func inodeOfInfo(fi os.FileInfo) inode {
+	st := fi.Sys().(*syscall.Stat_t)
+	return inode{unix.Major(st.Dev), unix.Minor(st.Dev), st.Ino}
+}
+
+// startTicks is field 22 of /proc/PID/stat.
+func startTicks(pid int) (uint64, error) {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return 0, err
+	}
+	i := bytes.LastIndexByte(b, ')') // the name before it may hold anything
+	fields := strings.Fields(string(b[i+1:]))
+	if i < 0 || len(fields) < 20 {
+		return 0, fmt.Errorf("/proc/%d/stat: unexpected form", pid)
+	}
+	return strconv.ParseUint(fields[19], 10, 64)
+}
+
+// thread finds the thread that may be stopped: the only one of that name, or the main thread when the name is empty.
+func (p *process) thread(name string) (int, error) {
+	if name == "" {
+		return p.PID, nil
+	}
+	tasks, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", p.PID))
+	if err != nil {
+		return 0, p.blame(fmt.Errorf("threads of monitor %d: %w", p.PID, err))
+	}
+	found := 0
+	for _, t := range tasks {
+		comm, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%s/comm", p.PID, t.Name()))
+		if err != nil || strings.TrimSuffix(string(comm), "\n") != name {
+			continue
+		}
+		if found != 0 {
+			return 0, fmt.Errorf("monitor %d has several threads named %q: an idle thread must have a name of its own", p.PID, name)
+		}
+		if found, err = strconv.Atoi(t.Name()); err != nil {
+			return 0, err
+		}
+	}
+	if found == 0 {
+		return 0, p.blame(fmt.Errorf("monitor %d has no thread named %q", p.PID, name))
+	}
+	return found, nil
+}

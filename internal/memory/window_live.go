@@ -1,0 +1,246 @@
+package memory
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/internal/failpoint"
+)
+
+// Phases of a window say what a write-protect fault means.
+const (
+	arming uint32 = iota // the page is let go, and noted: its content belongs to the guest's future still
+	frozen               // the page is captured, if it differs from the image, and let go
+	open                 // the page is let go: the window is over or given up
+)
+
+// window holds a guest's memory as it was at one instant, while the guest goes on: what was captured of it is let go, page by page.
+//
+// A page that differs from the image is claimed by whoever captures it, the sweeper or the fault worker. The claimant reads it, marks it
+// done and lets it go, which wakes the guest's threads that wait for it; no lock is held. Nobody else lets go of a claimed page
+// before it is done.
+type window struct {
+	proc  *process
+	uffd  *UFFD
+	own   bool // the userfaultfd goes with the window
+	guest *guestMap
+	pages *pagemap
+	sink  *sink
+
+	points *failpoint.Set
+
+	phase   atomic.Uint32
+	changed bitset // differs from the image; complete when frozen
+	claimed bitset
+	done    bitset
+	split   atomic.Bool // the kernel takes ranges of one mapping only
+
+	armMu sync.Mutex // over "is it arming?" together with what follows from that: noting a page and letting it go, or freezing
+	noted bitset     // written since it was last protected
+
+	noteCount atomic.Uint64
+	faults    atomic.Uint64
+
+	fail       context.CancelCauseFunc
+	registered []Mapping
+	stopFD     int // eventfd: ends the worker
+	worker     sync.WaitGroup
+	keep       func() bool   // forestalls the release that the end of the context starts
+	released   chan struct{} // closed when that is through
+}
+
+// live captures through a window.
+func (c *capture) live(ctx context.Context) ([]Extent, error) {
+	ctx, fail := context.WithCancelCause(ctx)
+	defer fail(nil)
+	w, err := c.openWindow(ctx, fail)
+	if err != nil {
+		return nil, err
+	}
+	extents, err := c.throughWindow(ctx, w)
+	err = errors.Join(err, w.close())
+	if err == nil {
+		err = context.Cause(ctx) // the worker may have failed at the last page
+	}
+	if err != nil {
+		return nil, err
+	}
+	c.result.Faults, c.result.Noted = w.faults.Load(), w.noteCount.Load()
+	return extents, nil
+}
+
+func (c *capture) throughWindow(ctx context.Context, w *window) ([]Extent, error) {
+	if !c.opt.unprotected {
+		if err := w.arm(ctx); err != nil {
+			return nil, err
+		}
+	}
+	err := c.inPause(ctx, func() error {
+		if c.opt.unprotected {
+			return w.findChanged(Extent{0, w.guest.pages()})
+		}
+		return w.freeze()
+	})
+	if err != nil {
+		return nil, err
+	}
+	return w.sweep(ctx)
+}
+
+// openWindow adopts a userfaultfd if the target brings none, registers guest memory and starts the fault worker.
+func (c *capture) openWindow(ctx context.Context, fail context.CancelCauseFunc) (_ *window, err error) {
+	pages := c.guest.pages()
+	w := &window{
+		proc: c.proc, guest: c.guest, points: c.opt.Failpoints, fail: fail, stopFD: -1, sink: newSink(c.layer),
+		changed: newBitset(pages), claimed: newBitset(pages), done: newBitset(pages), noted: newBitset(pages),
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, w.close())
+		}
+	}()
+	uffd := c.target.UFFD
+	if uffd == nil {
+		w.own = true
+		if uffd, err = adopt(ctx, c.proc); err != nil {
+			return w, err
+		}
+	}
+	if err := uffd.acquire(c.proc.Process); err != nil {
+		return w, err
+	}
+	w.uffd = uffd
+	if err := c.opt.Failpoints.Hit(ctx, PointAdopted); err != nil {
+		return w, err
+	}
+	return w, w.start(ctx)
+}
+
+func (w *window) start(ctx context.Context) (err error) {
+	if w.pages, err = openPagemap(w.proc); err != nil {
+		return err
+	}
+	if w.stopFD, err = unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK); err != nil {
+		return fmt.Errorf("eventfd: %w", err)
+	}
+	for _, run := range w.guest.runs {
+		if err := w.uffd.register(run.Addr, uint64(run.Bytes())); err != nil {
+			return err
+		}
+		w.registered = append(w.registered, run)
+	}
+	w.worker.Go(w.serve)
+	w.released = make(chan struct{})
+	w.keep = context.AfterFunc(ctx, func() {
+		defer close(w.released)
+		w.phase.Store(open)
+		w.unprotect(Extent{0, w.guest.pages()}) // fails only when the process is gone
+	})
+	return nil
+}
+
+// arm protects all of guest memory while the guest runs, in steps, and finds the pages that differ from the image: those the process owns
+// once they are protected, and those it writes later, which fault. Nothing that grows with memory is left to be done in the pause.
+func (w *window) arm(ctx context.Context) error {
+	pages := w.guest.pages()
+	for first := uint64(0); first < pages; first += armStep {
+		if err := w.points.Hit(ctx, PointArming); err != nil {
+			return err
+		}
+		if err := context.Cause(ctx); err != nil {
+			return err
+		}
+		step := Extent{first, min(armStep, pages-first)}
+		if err := w.protect(step); err != nil {
+			return err
+		}
+		if err := w.findChanged(step); err != nil {
+			return err
+		}
+	}
+	return w.rearm()
+}
+
+const (
+	armStep     = 8 << 20 / PageSize // pages protected at a time: about half a millisecond
+	rearmRounds = 3
+	rearmEnough = 32 // noted pages that are left to the pause
+)
+
+// findChanged marks the pages of e that the process owns.
+func (w *window) findChanged(e Extent) error { return w.pages.owned(w.guest, e, w.changed.setAll) }
+
+// rearm protects the noted pages again while the guest still runs: a guest that writes at full speed has written many while we armed, but few
+// since the last round.
+func (w *window) rearm() error {
+	for range rearmRounds {
+		if w.noted.count() <= rearmEnough {
+			break
+		}
+		if err := w.protectNoted(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// protectNoted protects the noted pages and forgets them. A page that is written right after is noted anew, since it was forgotten before.
+func (w *window) protectNoted() error {
+	for i := range w.noted {
+		if w.noted[i].Load() == 0 {
+			continue
+		}
+		for e := range runsIn(uint64(i), w.noted[i].Swap(0)) {
+			if err := w.protect(e); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// freeze makes this the instant: from here on pages are captured before they are written.
+// Preconditions: the guest stands still.
+func (w *window) freeze() error {
+	w.armMu.Lock()
+	defer w.armMu.Unlock()
+	if !w.phase.CompareAndSwap(arming, frozen) {
+		return errors.New("window was given up")
+	}
+	return w.protectNoted()
+}
+
+// close ends the worker, and then all protection: the worker may still be reading a page. Everything in it holds for a window that was
+// opened in part.
+func (w *window) close() error {
+	var err error
+	if w.keep != nil {
+		if !w.keep() {
+			<-w.released
+		}
+		_, err = unix.Write(w.stopFD, binary.LittleEndian.AppendUint64(nil, 1))
+		w.worker.Wait()
+	}
+	for _, run := range w.registered {
+		w.uffd.unregister(run.Addr, uint64(run.Bytes())) // fails only when the process is gone
+	}
+	if w.stopFD >= 0 {
+		unix.Close(w.stopFD)
+	}
+	if w.pages != nil {
+		w.pages.close()
+	}
+	if w.uffd != nil {
+		w.uffd.release()
+		if w.own {
+			w.uffd.Close()
+		}
+	}
+	return err
+}
