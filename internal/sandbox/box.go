@@ -1,0 +1,299 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/forkd/forkd/internal/store"
+	"github.com/forkd/forkd/internal/vmm"
+)
+
+// moves are the legal moves between states.
+var moves = map[State][]State{
+	StateStarting:  {StateRunning, StateFailed},
+	StateRunning:   {StateSuspended, StateStopped, StateFailed},
+	StateSuspended: {StateRunning, StateStopped, StateFailed},
+}
+
+func (s State) canBecome(to State) bool { return slices.Contains(moves[s], to) }
+
+// box is a sandbox that lives.
+type box struct {
+	id     string
+	frozen *frozen
+
+	life context.Context // ends when the sandbox starts to end; its cause is an *Error
+	end  context.CancelCauseFunc
+	gone chan struct{} // closed when it has ended
+
+	mu     sync.Mutex
+	rec    store.Sandbox // what is persisted
+	child  *child        // nil until it runs
+	ending bool
+}
+
+func newBox(f *frozen, rec store.Sandbox) *box {
+	b := &box{id: rec.ID, frozen: f, rec: rec, gone: make(chan struct{})}
+	b.life, b.end = context.WithCancelCause(context.Background())
+	return b
+}
+
+func (b *box) state() State {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return State(b.rec.State)
+}
+
+// view is the sandbox as users see it.
+func (b *box) view() Sandbox {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return viewOf(b.rec)
+}
+
+func viewOf(r store.Sandbox) Sandbox {
+	s := Sandbox{
+		ID: r.ID, SnapshotID: r.SnapshotID, SnapshotTag: r.SnapshotTag, State: State(r.State),
+		CreatedAt: r.CreatedAt, Deadline: r.Deadline, EndedAt: r.EndedAt,
+		Env: maps.Clone(r.Env), Metadata: maps.Clone(r.Metadata),
+		GuestAddr: r.GuestAddr, Netns: r.Netns, MemoryLimitMiB: r.MemoryLimitMiB, Path: r.Path, BranchCount: r.BranchCount,
+		Reason: r.Reason, ReadyIn: r.ReadyIn,
+	}
+	if r.EndedAt.IsZero() {
+		s.PID = r.Process.PID
+	}
+	return s
+}
+
+// letGo closes our side of the sandbox and leaves it alone.
+func (b *box) letGo() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.child == nil {
+		return nil
+	}
+	return b.child.letGo()
+}
+
+// record persists a sandbox that is about to be started and makes it visible.
+func (m *Manager) record(ctx context.Context, f *frozen, rec store.Sandbox) (*box, error) {
+	rec.SnapshotID, rec.SnapshotTag, rec.State, rec.CreatedAt = f.id, f.tag, string(StateStarting), time.Now()
+	if err := m.db.AddSandbox(context.WithoutCancel(ctx), rec); err != nil {
+		return nil, err
+	}
+	b := newBox(f, rec)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.boxes[b.id] = b
+	return b, nil
+}
+
+// erase undoes record.
+func (m *Manager) erase(b *box) error {
+	m.mu.Lock()
+	delete(m.boxes, b.id)
+	m.mu.Unlock()
+	b.end(newError(CodeSandboxGone, nil, "", "sandbox %s was never ready", b.id))
+	return m.db.RemoveSandbox(context.Background(), b.id)
+}
+
+// commit makes a started sandbox run: from here on it is its owner's. When it returns an error the sandbox is as before.
+func (m *Manager) commit(ctx context.Context, b *box, c *child, readyIn, timeout time.Duration, point string) error {
+	var deadline time.Time
+	if timeout > 0 {
+		deadline = time.Now().Add(timeout)
+	}
+	process := c.machine.Process()
+	if err := m.db.MarkRunning(context.WithoutCancel(ctx), b.id, process, readyIn, deadline); err != nil {
+		return err
+	}
+	if err := m.hit(ctx, point); err != nil {
+		return err
+	}
+	b.mu.Lock()
+	b.rec.State, b.rec.Process, b.rec.ReadyIn, b.rec.Deadline = string(StateRunning), process, readyIn, deadline
+	b.child = c
+	b.mu.Unlock()
+	c.grant.settle()
+	m.watch(b)
+	m.emit(Event{Kind: EventSandboxState, SandboxID: b.id, Tag: b.frozen.tag, State: StateRunning})
+	return nil
+}
+
+// watch ends a sandbox whose machine ended, and arms its deadline. Preconditions: it runs.
+func (m *Manager) watch(b *box) {
+	machine := b.child.machine
+	m.background.Go(func() {
+		select {
+		case <-machine.Done():
+			state, reason := endOf(machine.Exit())
+			m.counts.lost.Add(1)
+			m.warn(m.finish(b, ending{state: state, reason: reason, keep: true}), "end a sandbox whose machine is gone", b.id)
+		case <-b.life.Done():
+		case <-m.life.Done():
+		}
+	})
+	m.deadlines.set(b.id, b.view().Deadline)
+}
+
+// endOf turns the end of a machine into that of its sandbox.
+func endOf(exit vmm.Exit) (State, string) {
+	switch exit.Reason {
+	case vmm.ExitShutdown:
+		return StateStopped, "the guest shut down: " + exit.Detail
+	case vmm.ExitKilled:
+		return StateStopped, "killed"
+	default:
+		return StateFailed, "the monitor ended by itself: " + exit.Detail
+	}
+}
+
+// ending is how a sandbox ends.
+type ending struct {
+	state  State
+	reason string
+	keep   bool // its record and console, for a while; else it is forgotten at once
+
+	// onlyIf is asked, when it is set, at the moment that decides. A sandbox for which it says no is left alone with errSpared.
+	onlyIf func(store.Sandbox) bool
+}
+
+var (
+	errEnded  = errors.New("sandbox was ended by somebody else") // and is gone now
+	errSpared = errors.New("sandbox is not to be ended")
+)
+
+// finish ends a sandbox: the one way for all of them. What can't be persisted doesn't keep the machine alive.
+func (m *Manager) finish(b *box, how ending) error {
+	b.mu.Lock()
+	from := State(b.rec.State)
+	if b.ending {
+		b.mu.Unlock()
+		<-b.gone
+		return errEnded
+	}
+	if !from.canBecome(how.state) || b.child == nil {
+		b.mu.Unlock()
+		return newError(CodeInvalidState, nil, "", "sandbox %s is %s: it can't become %s", b.id, from, how.state)
+	}
+	if how.onlyIf != nil && !how.onlyIf(b.rec) {
+		b.mu.Unlock()
+		return errSpared
+	}
+	b.ending = true
+	now := time.Now()
+	b.rec.State, b.rec.Reason, b.rec.EndedAt = string(how.state), how.reason, now
+	c := b.child
+	b.mu.Unlock()
+	defer close(b.gone)
+	b.end(newError(CodeSandboxGone, nil, "`forkd ls` shows what lives", "sandbox %s has ended: %s", b.id, how.reason))
+	m.deadlines.set(b.id, time.Time{})
+
+	err := m.takeDown(b, c, how, now)
+	m.mu.Lock()
+	delete(m.boxes, b.id)
+	m.mu.Unlock()
+	m.emit(Event{Kind: EventSandboxState, SandboxID: b.id, Tag: b.frozen.tag, State: how.state, Reason: how.reason})
+	return err
+}
+
+// takeDown persists the end of a sandbox and carries it out.
+func (m *Manager) takeDown(b *box, c *child, how ending, now time.Time) error {
+	ctx := context.Background() // nobody's patience counts: a process that is to end must end
+	errs := []error{m.db.EndSandbox(ctx, b.id, string(how.state), how.reason, now), m.hit(ctx, pointKillRecorded)}
+	if how.keep {
+		errs = append(errs, m.saveConsole(ctx, c))
+	}
+	killed := c.dispose()
+	errs = append(errs, m.hit(ctx, pointKillEnded))
+	if !how.keep && killed == nil {
+		errs = append(errs, m.db.RemoveSandbox(ctx, b.id), m.hit(ctx, pointKillRemoved))
+	}
+	m.warn(errors.Join(errs...), "record the end of a sandbox", b.id)
+	return fault(killed, "sandbox %s could not be ended; its process is left for the daemon's next start", b.id)
+}
+
+// saveConsole keeps the console of a machine that is about to go.
+func (m *Manager) saveConsole(ctx context.Context, c *child) error {
+	console, ok := c.machine.(vmm.Console)
+	if !ok {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, time.Second)
+	defer cancel()
+	text, err := console.Console(ctx)
+	if errors.Is(err, vmm.ErrGone) || err == nil && len(text) == 0 {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(m.consoleFile(c.id), text, 0o600)
+}
+
+func (m *Manager) consoleFile(id string) string { return filepath.Join(m.consolesDir(), id) }
+
+// expire ends a sandbox whose deadline has passed.
+func (m *Manager) expire(id string) {
+	m.mu.Lock()
+	b := m.boxes[id]
+	m.mu.Unlock()
+	if b == nil {
+		return
+	}
+	passed := func(r store.Sandbox) bool { return !r.Deadline.IsZero() && !r.Deadline.After(time.Now()) }
+	err := m.finish(b, ending{state: StateStopped, reason: "its deadline passed", keep: true, onlyIf: passed})
+	switch {
+	case err == nil:
+		m.counts.expired.Add(1)
+	case errors.Is(err, errSpared): // the deadline was moved meanwhile
+		m.deadlines.set(id, b.view().Deadline)
+	case !errors.Is(err, errEnded):
+		m.warn(err, "end a sandbox at its deadline", id)
+	}
+}
+
+// killAll ends every sandbox that runs.
+func (m *Manager) killAll(reason string) error {
+	m.mu.Lock()
+	boxes := slices.Collect(maps.Values(m.boxes))
+	m.mu.Unlock()
+	return m.finishAll(boxes, ending{state: StateStopped, reason: reason})
+}
+
+// finishAll ends sandboxes side by side.
+func (m *Manager) finishAll(boxes []*box, how ending) error {
+	errs := make([]error, len(boxes))
+	var wg sync.WaitGroup
+	slots := make(chan struct{}, max(m.limits.Launches*2, 4))
+	for i, b := range boxes {
+		slots <- struct{}{}
+		wg.Go(func() {
+			defer func() { <-slots }()
+			if err := m.finish(b, how); !errors.Is(err, errEnded) {
+				errs[i] = err
+			}
+		})
+	}
+	wg.Wait()
+	return errors.Join(errs...)
+}
+
+// live returns a sandbox that has not ended.
+func (m *Manager) live(id string) (*box, bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	b, ok := m.boxes[id]
+	return b, ok
+}
+
+func notFound(id string) error {
+	return newError(CodeSandboxNotFound, nil, "`forkd ls` lists the sandboxes", "no sandbox has the id %s", fmt.Sprintf("%.80s", id))
+}

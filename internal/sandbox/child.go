@@ -1,0 +1,258 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"sync"
+	"time"
+
+	"github.com/forkd/forkd/internal/guest/agentclient"
+	"github.com/forkd/forkd/internal/guest/agentproto"
+	"github.com/forkd/forkd/internal/memory"
+	"github.com/forkd/forkd/internal/vmm"
+)
+
+// child is a machine with its agent: a sandbox's, or a pool member's.
+type child struct {
+	id, dir string
+	machine vmm.Machine
+	agent   *agentclient.Client
+	tap     *tap
+	image   *memory.Ref // nil when the machine outlived the daemon that knew its image
+	grant   *grant
+}
+
+// dispose ends the machine and removes all it had. It may be called twice.
+func (c *child) dispose() error {
+	// The agent's connection goes last: closing it first would only make the guest busy.
+	err := c.machine.Kill()
+	err = errors.Join(err, ignoreClosed(c.agent.Close()))
+	if err == nil {
+		err = os.RemoveAll(c.dir) // else the directory stays, for the next Recover to find the process by
+	}
+	if c.image != nil {
+		c.image.Release()
+	}
+	c.grant.release()
+	return err
+}
+
+// letGo closes our side and leaves the machine alone.
+func (c *child) letGo() error {
+	if c.image != nil {
+		c.image.Release()
+	}
+	return ignoreClosed(c.agent.Close())
+}
+
+func ignoreClosed(err error) error {
+	if errors.Is(err, net.ErrClosed) {
+		return nil
+	}
+	return err
+}
+
+// launchPoints are the failpoints on the way of a launch.
+type launchPoints struct{ prepared, loaded, identified string }
+
+// launch starts a machine from a snapshot and gives it an identity. On an error nothing is left of it; the grant stays the caller's.
+func (m *Manager) launch(ctx context.Context, f *frozen, id string, g *grant, who individual, points launchPoints) (_ *child, err error) {
+	ctx, cancel := context.WithTimeout(ctx, m.limits.LaunchTimeout)
+	defer cancel()
+	undo := &cleanup{}
+	defer func() {
+		if err != nil {
+			m.warn(undo.run(), "unwind the start of a machine", id)
+		}
+	}()
+	files, err := m.restoreFiles(ctx, f)
+	if err != nil {
+		return nil, err
+	}
+	ref, err := m.snapshots.Acquire(ctx, m.cache, f.id)
+	if err != nil {
+		return nil, err
+	}
+	undo.add(func() error { ref.Release(); return nil })
+	c := &child{id: id, dir: m.machineDir(id), image: ref, grant: g}
+	if err := os.Mkdir(c.dir, 0o700); err != nil {
+		return nil, fmt.Errorf("machine directory: %w", err)
+	}
+	undo.add(func() error { return os.RemoveAll(c.dir) })
+	if err := m.startMachine(ctx, c, f, files, undo, points); err != nil {
+		return nil, err
+	}
+	c.agent, c.tap = m.newAgent(c.machine, false)
+	undo.add(func() error { return ignoreClosed(c.agent.Close()) })
+	if err := m.awaken(ctx, c, who); err != nil {
+		return nil, err
+	}
+	return c, m.hit(ctx, points.identified)
+}
+
+// startMachine brings the machine up to the point at which it is loaded and paused.
+func (m *Manager) startMachine(ctx context.Context, c *child, f *frozen, files restoreFiles, undo *cleanup, points launchPoints) error {
+	img := c.image.Image()
+	if n := len(img.Layers()); n > 0 {
+		return fmt.Errorf("%w: snapshot %s rests on %d layers, which can't be mapped yet", vmm.ErrIncompatible, f.tag, n)
+	}
+	prepared, err := m.engine.Prepare(ctx, vmm.PrepareConfig{Dir: c.dir, Shape: f.manifest.Shape, Memory: img.Base(), Rootfs: files.rootfs})
+	if err != nil {
+		return err
+	}
+	kill := prepared.Kill
+	undo.add(func() error { return kill() })
+	if err := m.hit(ctx, points.prepared); err != nil {
+		return err
+	}
+	kill = func() error { return nil } // Load ends the monitor itself when it fails
+	c.machine, err = prepared.Load(ctx, files.device)
+	if err != nil {
+		return err
+	}
+	kill = c.machine.Kill
+	return m.hit(ctx, points.loaded)
+}
+
+// individual is what makes a machine one of its own.
+type individual struct {
+	name  string // instance id and host name
+	env   []string
+	hooks bool
+}
+
+// tapGrace bounds the wait for the first bytes to the agent before the guest is let run: they only save time, so a client that
+// writes nothing at first is no error.
+const tapGrace = 50 * time.Millisecond
+
+// awaken lets a paused machine run and gives it its identity, whose first bytes wait in the guest's port when it starts to run. It fails
+// closed: whoever gets an error must not hand the machine out.
+func (m *Manager) awaken(ctx context.Context, c *child, who individual) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	wrote := c.tap.next()
+	answer := make(chan error, 1)
+	go func() { // its end is awaited below
+		_, err := c.agent.Identify(ctx, newIdentity(who.name, who.env, who.hooks))
+		answer <- err
+	}()
+	grace := time.NewTimer(tapGrace)
+	defer grace.Stop()
+	select {
+	case <-wrote:
+	case <-grace.C:
+	case <-c.machine.Done():
+	case err := <-answer:
+		return identityFault(ctx, c, err)
+	}
+	if err := c.machine.Resume(ctx); err != nil {
+		cancel(err)
+		<-answer
+		return err
+	}
+	select {
+	case err := <-answer:
+		return identityFault(ctx, c, err)
+	case <-c.machine.Done():
+		cancel(vmm.ErrGone)
+		return identityFault(ctx, c, <-answer)
+	}
+}
+
+// identityFault says why a machine has no identity; nil when it has one.
+func identityFault(ctx context.Context, c *child, err error) error {
+	if err == nil {
+		return nil
+	}
+	cause := context.Cause(ctx)
+	var refused *agentproto.Error
+	switch {
+	case errors.As(err, &refused):
+		return newError(CodeIdentityFailed, err, "a hook in /etc/forkd/on-fork.d may have failed: see the snapshot's image", "child %s could not take on its identity and was killed", c.id)
+	case errors.Is(cause, vmm.ErrGone):
+		return newError(CodeIdentityFailed, fmt.Errorf("%s: %w", exitText(c.machine), err), "", "child %s ended before it had its identity", c.id)
+	case errors.Is(cause, context.DeadlineExceeded):
+		return newError(CodeIdentityFailed, err, "the host may be overloaded, or the guest has crashed", "child %s did not acknowledge its identity in time and was killed", c.id)
+	case cause != nil:
+		return cause
+	}
+	return newError(CodeIdentityFailed, err, "", "child %s could not be given its identity and was killed", c.id)
+}
+
+// exitText says why a machine ended.
+func exitText(machine vmm.Machine) string {
+	select {
+	case <-machine.Done():
+	default:
+		return "its monitor can't be reached"
+	}
+	if exit := machine.Exit(); exit.Detail != "" {
+		return exit.Detail
+	}
+	return string(machine.Exit().Reason)
+}
+
+// newAgent returns the client of a machine's agent, and the tap on its line.
+func (m *Manager) newAgent(machine vmm.Machine, resync bool) (*agentclient.Client, *tap) {
+	t := &tap{Machine: machine}
+	if m.cfg.Agent != nil {
+		return m.cfg.Agent(t), t
+	}
+	dial := func(ctx context.Context) (net.Conn, error) { return t.Dial(ctx, vmm.PortControl) }
+	return agentclient.New(dial, agentclient.Options{Resync: resync}), t
+}
+
+// tap is a machine that tells when something is written to one of its ports.
+type tap struct {
+	vmm.Machine
+
+	mu    sync.Mutex
+	wrote chan struct{} // nil: nobody wants to know
+}
+
+// next returns a channel that is closed at the next write.
+func (t *tap) next() <-chan struct{} {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.wrote = make(chan struct{})
+	return t.wrote
+}
+
+func (t *tap) fire() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.wrote != nil {
+		close(t.wrote)
+		t.wrote = nil
+	}
+}
+
+// Dial implements vmm.Machine.
+func (t *tap) Dial(ctx context.Context, port uint32) (net.Conn, error) {
+	conn, err := t.Machine.Dial(ctx, port)
+	if err != nil {
+		return nil, err
+	}
+	return tappedConn{conn, t}, nil
+}
+
+type tappedConn struct {
+	net.Conn
+	tap *tap
+}
+
+func (c tappedConn) Write(b []byte) (int, error) {
+	n, err := c.Conn.Write(b)
+	c.tap.fire()
+	return n, err
+}
+
+// warn logs what went wrong while something was taken down: the error that matters more was reported already.
+func (m *Manager) warn(err error, what, id string) {
+	if err != nil {
+		m.log.Error(what, "id", id, "error", err)
+	}
+}

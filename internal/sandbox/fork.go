@@ -1,0 +1,280 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/forkd/forkd/internal/store"
+)
+
+// Fork starts children of a snapshot: from its pool as far as that goes, the others cold. It returns a result for each, in order, when
+// all of them are ready or have failed; an error only when nothing was tried. When ctx ends before that, the children are ended
+// again: nobody would know of them.
+func (m *Manager) Fork(ctx context.Context, req ForkRequest) ([]ForkResult, error) {
+	if err := req.check(); err != nil {
+		return nil, err
+	}
+	ctx, done, err := m.enter(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer done()
+	f, release, err := m.use(req.Tag)
+	if err != nil {
+		return nil, err
+	}
+	defer release()
+	if err := m.checkMemoryLimit(f, req.MemoryLimitMiB); err != nil {
+		return nil, err
+	}
+	starts, err := m.plan(f, req)
+	if err != nil {
+		return nil, err
+	}
+	boxes := make([]*box, req.N)
+	results := make([]ForkResult, req.N)
+	var wg sync.WaitGroup
+	for i, s := range starts {
+		wg.Go(func() {
+			boxes[i], results[i].Err = m.start(ctx, f, req, s)
+		})
+	}
+	wg.Wait()
+	if ctx.Err() != nil {
+		m.revoke(boxes)
+		return nil, fault(context.Cause(ctx), "fork of snapshot %s was given up", req.Tag)
+	}
+	for i, b := range boxes {
+		if b != nil {
+			view := b.view()
+			results[i].Sandbox = &view
+		}
+	}
+	return results, nil
+}
+
+// revoke ends sandboxes that nobody was told of.
+func (m *Manager) revoke(boxes []*box) {
+	var made []*box
+	for _, b := range boxes {
+		if b != nil {
+			made = append(made, b)
+		}
+	}
+	m.warn(m.finishAll(made, ending{state: StateStopped, reason: "the request that started it was given up"}), "end children of a request", "")
+}
+
+// monitorAtMost is the memory in MiB that a monitor takes beside guest memory at most: its own pages and a translation cache.
+const monitorAtMost = 64
+
+// checkMemoryLimit refuses a limit that would have to be enforced: nothing here can do that yet. One that a child can't exceed
+// anyway is met.
+func (m *Manager) checkMemoryLimit(f *frozen, mib int) error {
+	if least := f.manifest.Shape.MemMiB + monitorAtMost; mib > 0 && mib < least {
+		return invalid(fmt.Sprintf("ask for at least %d MiB, or fork a snapshot made with less memory", least),
+			"a memory limit of %d MiB can't be kept: children of snapshot %s have %d MiB and their monitor takes up to %d more",
+			mib, f.tag, f.manifest.Shape.MemMiB, monitorAtMost)
+	}
+	return nil
+}
+
+// start is how one child of a request is to be started.
+type start struct {
+	member *member // to claim; nil: cold
+	grant  *grant  // for a cold start
+	ticket *ticket // nil when refused
+	refuse error
+}
+
+// plan decides for each child where it comes from and takes its place in the queue, in order.
+func (m *Manager) plan(f *frozen, req ForkRequest) ([]start, error) {
+	var members []*member
+	if req.Path != PathCold && !m.claims.full() {
+		members = f.pool.take(req.N)
+	}
+	cold := req.N - len(members)
+	grants, refuse := m.admit(f, req, cold)
+	if len(members)+len(grants) == 0 {
+		m.counts.failed.Add(uint64(req.N))
+		return nil, refuse
+	}
+	starts := make([]start, req.N)
+	for i := range starts {
+		switch {
+		case i < len(members):
+			starts[i] = start{member: members[i], ticket: m.claims.enqueue(false)}
+		case i < len(members)+len(grants):
+			starts[i] = start{grant: grants[i-len(members)], ticket: m.launches.enqueue(false)}
+		default:
+			starts[i] = start{refuse: refuse}
+		}
+	}
+	return starts, nil
+}
+
+// admit hands out memory for up to n cold starts, and says why the others are refused.
+func (m *Manager) admit(f *frozen, req ForkRequest, n int) ([]*grant, error) {
+	if n == 0 {
+		return nil, nil
+	}
+	if req.Path == PathPool {
+		return nil, &Error{Code: CodeQueueFull, RetryAfter: retryLater, Message: "the pool of snapshot " + f.tag + " has no more children ready",
+			Hint: "make it larger with `forkd pool`, or don't ask for the pool only"}
+	}
+	if m.launches.full() {
+		return nil, queueFull(m.limits.MaxQueue)
+	}
+	each := m.limits.childNeed(f.manifest.Shape)
+	grants, err := m.memory.take(n, each)
+	if err != nil {
+		return nil, fault(err, "fork of snapshot %s", f.tag)
+	}
+	if len(grants) < n {
+		free, _ := m.memory.free()
+		return grants, noMemory(f.tag, each, free)
+	}
+	return grants, nil
+}
+
+// start starts one child as planned. A member that fails is replaced once; then it is a cold start.
+func (m *Manager) start(ctx context.Context, f *frozen, req ForkRequest, s start) (_ *box, err error) {
+	defer func() {
+		if err != nil {
+			m.counts.failed.Add(1)
+			m.noteCorrupt(f, err)
+			err = fault(err, "start a child of snapshot %s", f.tag)
+		}
+	}()
+	if s.refuse != nil {
+		return nil, s.refuse
+	}
+	defer s.ticket.release()
+	if s.member == nil {
+		defer func() {
+			if err != nil {
+				s.grant.release()
+			}
+		}()
+		if err := s.ticket.wait(ctx); err != nil {
+			return nil, err
+		}
+		return m.startCold(ctx, f, req, s.grant)
+	}
+	return m.startWarm(ctx, f, req, s)
+}
+
+// startWarm claims a member. When it fails another one is tried, then a cold start, unless the pool was asked for.
+func (m *Manager) startWarm(ctx context.Context, f *frozen, req ForkRequest, s start) (*box, error) {
+	if err := s.ticket.wait(ctx); err != nil {
+		f.pool.putBack(s.member)
+		return nil, err
+	}
+	b, err := m.claim(ctx, f, req, s.member)
+	if err == nil || ctx.Err() != nil {
+		return b, err
+	}
+	m.log.Warn("a pool member failed when it was claimed", "id", s.member.id, "tag", f.tag, "error", err)
+	if again := f.pool.take(1); len(again) == 1 {
+		b, second := m.claim(ctx, f, req, again[0])
+		if second == nil || ctx.Err() != nil {
+			return b, second
+		}
+		err = errors.Join(err, second)
+	}
+	if req.Path == PathPool {
+		return nil, err
+	}
+	s.ticket.release()
+	return m.fallBack(ctx, f, req, err)
+}
+
+// fallBack starts cold what could not be claimed.
+func (m *Manager) fallBack(ctx context.Context, f *frozen, req ForkRequest, why error) (*box, error) {
+	grants, refused := m.admit(f, req, 1)
+	if refused != nil {
+		return nil, errors.Join(refused, why)
+	}
+	t := m.launches.enqueue(false)
+	defer t.release()
+	err := t.wait(ctx)
+	if err == nil {
+		var b *box
+		if b, err = m.startCold(ctx, f, req, grants[0]); err == nil {
+			return b, nil
+		}
+	}
+	grants[0].release()
+	return nil, err
+}
+
+var forkPoints = launchPoints{prepared: pointForkPrepared, loaded: pointForkLoaded, identified: pointForkIdentified}
+
+// startCold starts one child in a new monitor. The grant is the child's when it succeeds. Preconditions: its turn has come.
+func (m *Manager) startCold(ctx context.Context, f *frozen, req ForkRequest, g *grant) (_ *box, err error) {
+	begin := time.Now()
+	undo := &cleanup{}
+	defer func() {
+		if err != nil {
+			m.warn(undo.run(), "unwind a fork", f.tag)
+		}
+	}()
+	b, err := m.record(ctx, f, store.Sandbox{ID: newID("sb"), Path: StartedCold, Env: req.Env, Metadata: req.Metadata, MemoryLimitMiB: req.MemoryLimitMiB})
+	if err != nil {
+		return nil, err
+	}
+	undo.add(func() error { return m.erase(b) })
+	if err := m.hit(ctx, pointForkRecorded); err != nil {
+		return nil, err
+	}
+	who := individual{name: b.id, env: environ(f.manifest.Recipe.Env, req.Env), hooks: true}
+	c, err := m.launch(ctx, f, b.id, g, who, forkPoints)
+	if err != nil {
+		return nil, err
+	}
+	undo.add(c.dispose)
+	if err := m.commit(ctx, b, c, time.Since(begin), req.Timeout, pointForkRunning); err != nil {
+		return nil, err
+	}
+	m.counts.cold.Add(1)
+	return b, nil
+}
+
+// claim makes a pool member a sandbox. A member that fails is ended: it may have taken on half an identity. Preconditions: its turn
+// has come.
+func (m *Manager) claim(ctx context.Context, f *frozen, req ForkRequest, mem *member) (_ *box, err error) {
+	begin := time.Now()
+	undo := &cleanup{}
+	defer func() {
+		if err != nil {
+			m.warn(undo.run(), "unwind a claim", mem.id)
+		}
+	}()
+	b, err := m.record(ctx, f, store.Sandbox{ID: mem.id, Path: StartedByClaim, Env: req.Env, Metadata: req.Metadata,
+		MemoryLimitMiB: req.MemoryLimitMiB, Process: mem.machine.Process()})
+	if err != nil {
+		f.pool.putBack(mem) // nothing was done to it
+		return nil, err
+	}
+	undo.add(func() error { return m.erase(b) })
+	undo.add(mem.dispose)
+	if err := m.hit(ctx, pointClaimRecorded); err != nil {
+		return nil, err
+	}
+	limited, cancel := context.WithTimeout(ctx, m.limits.LaunchTimeout)
+	defer cancel()
+	who := individual{name: b.id, env: environ(f.manifest.Recipe.Env, req.Env), hooks: true}
+	if err := m.awaken(limited, mem.child, who); err != nil {
+		return nil, err
+	}
+	if err := m.hit(ctx, pointClaimIdentified); err != nil {
+		return nil, err
+	}
+	if err := m.commit(ctx, b, mem.child, time.Since(begin), req.Timeout, pointClaimRunning); err != nil {
+		return nil, err
+	}
+	m.counts.claim.Add(1)
+	return b, nil
+}

@@ -1,0 +1,231 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/internal/memory"
+	"github.com/forkd/forkd/internal/snapshot"
+	"github.com/forkd/forkd/internal/store"
+	"github.com/forkd/forkd/internal/vmm"
+)
+
+// Manager is the domain. Its methods may be called concurrently, once Recover has returned.
+type Manager struct {
+	engine    vmm.Engine
+	images    Images
+	snapshots *snapshot.Store
+	cache     *memory.Cache
+	db        *store.DB
+	cfg       Config
+	limits    Limits
+	log       *slog.Logger
+	lock      *os.File // of the run directory
+
+	launches  *gate // machines being started
+	claims    *gate // pool members being woken
+	boots     *gate // parents
+	memory    *admission
+	deadlines *deadlines
+	counts    counters
+
+	life       context.Context // ends with Shutdown, once requests in flight had their time
+	endLife    context.CancelCauseFunc
+	background sync.WaitGroup // goroutines that belong to no request
+	stopped    chan struct{}  // closed when Shutdown is done
+
+	mu        sync.Mutex
+	recovered bool
+	draining  bool
+	work      sync.WaitGroup // requests in flight; Add only under mu and while not draining
+	frozen    map[string]*frozen
+	boxes     map[string]*box
+}
+
+type counters struct{ cold, claim, failed, kills, expired, lost atomic.Uint64 }
+
+var errStopped = &Error{Code: CodeShuttingDown, Message: "the daemon is shutting down", Hint: "try again when it is back", RetryAfter: 5 * time.Second}
+
+// New returns a Manager that owns the run directory: a second one of the same directory is refused. Call Recover before anything else.
+func New(cfg Config) (*Manager, error) {
+	if err := cfg.check(); err != nil {
+		return nil, err
+	}
+	m := &Manager{
+		engine: cfg.Engine, images: cfg.Images, snapshots: cfg.Snapshots, cache: cfg.Memory, db: cfg.DB,
+		cfg: cfg, limits: cfg.Limits.withDefaults(), log: cfg.Log,
+		frozen: map[string]*frozen{}, boxes: map[string]*box{}, stopped: make(chan struct{}),
+	}
+	if m.log == nil {
+		m.log = slog.New(slog.DiscardHandler)
+	}
+	m.launches = newGate(m.limits.Launches, m.limits.MaxQueue)
+	m.claims = newGate(m.limits.Claims, m.limits.MaxQueue)
+	m.boots = newGate(m.limits.Launches, m.limits.MaxQueue)
+	m.memory = &admission{budget: m.limits.MemoryBudget, reserve: m.limits.MemoryReserve, available: memAvailable}
+	m.deadlines = newDeadlines(m.expire)
+	m.life, m.endLife = context.WithCancelCause(context.Background())
+	if err := m.lockRunDir(); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+// lockRunDir makes the run directory ours. The lock goes with the process: machines don't inherit it.
+func (m *Manager) lockRunDir() error {
+	for _, dir := range []string{m.cfg.RunDir, m.machinesDir(), m.consolesDir()} {
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			return fmt.Errorf("run directory: %w", err)
+		}
+	}
+	f, err := os.OpenFile(filepath.Join(m.cfg.RunDir, "lock"), os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return fmt.Errorf("lock run directory: %w", err)
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		_ = f.Close()
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			return fmt.Errorf("run directory %s belongs to another forkd daemon that runs: stop that one, or choose another directory", m.cfg.RunDir)
+		}
+		return fmt.Errorf("lock run directory: %w", err)
+	}
+	m.lock = f
+	return nil
+}
+
+// machinesDir has a directory for each machine.
+func (m *Manager) machinesDir() string { return filepath.Join(m.cfg.RunDir, "vm") }
+
+// consolesDir has the consoles of sandboxes that ended.
+func (m *Manager) consolesDir() string { return filepath.Join(m.cfg.RunDir, "console") }
+
+func (m *Manager) machineDir(id string) string { return filepath.Join(m.machinesDir(), id) }
+
+// enter begins a request. Its context ends when Shutdown loses patience; done must be called at the end.
+func (m *Manager) enter(ctx context.Context) (_ context.Context, done func(), err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.draining {
+		return nil, nil, errStopped
+	}
+	if !m.recovered {
+		return nil, nil, newError(CodeShuttingDown, nil, "try again in a moment", "the daemon is still starting")
+	}
+	m.work.Add(1)
+	ctx, cancel := context.WithCancelCause(ctx)
+	stop := context.AfterFunc(m.life, func() { cancel(errStopped) })
+	return ctx, func() {
+		stop()
+		cancel(nil)
+		m.work.Done()
+	}, nil
+}
+
+// hit is a failpoint.
+func (m *Manager) hit(ctx context.Context, point string) error {
+	return m.cfg.Failpoints.Hit(ctx, point)
+}
+
+func (m *Manager) emit(e Event) {
+	if m.cfg.Events != nil {
+		e.Time = time.Now()
+		m.cfg.Events(e)
+	}
+}
+
+// Stats returns figures of this moment.
+func (m *Manager) Stats() Stats {
+	var s Stats
+	m.mu.Lock()
+	s.Snapshots = len(m.frozen)
+	pools := make([]*pool, 0, len(m.frozen))
+	for _, f := range m.frozen {
+		if f.pool != nil {
+			pools = append(pools, f.pool)
+		}
+	}
+	boxes := make([]*box, 0, len(m.boxes))
+	for _, b := range m.boxes {
+		boxes = append(boxes, b)
+	}
+	m.mu.Unlock()
+	for _, p := range pools {
+		st := p.status()
+		s.PoolReady += st.Ready
+		s.PoolFills += st.Filling
+	}
+	for _, b := range boxes {
+		if b.state() == StateStarting {
+			s.Starting++
+		} else {
+			s.Running++
+		}
+	}
+	s.LaunchesActive, s.LaunchesQueued = m.launches.load()
+	s.MemoryBudgetBytes, s.MemoryReservedBytes = m.memory.stats()
+	s.ForksCold, s.ForksClaim, s.ForksFailed = m.counts.cold.Load(), m.counts.claim.Load(), m.counts.failed.Load()
+	s.Kills, s.Expired, s.Lost = m.counts.kills.Load(), m.counts.expired.Load(), m.counts.lost.Load()
+	cache := m.cache.Stats()
+	s.ResidentImages, s.ResidentBytes = cache.Images, cache.Bytes
+	return s
+}
+
+// Shutdown refuses new work, lets requests in flight go on for a bounded time and then ends them, kills pool members, and lets go of the
+// running sandboxes: they live on and the next Recover finds them. With KillOnShutdown they are ended too. The Manager can't be
+// used afterwards; a second call waits for the first to be done and returns nil.
+func (m *Manager) Shutdown(ctx context.Context) error {
+	m.mu.Lock()
+	first := !m.draining
+	m.draining = true
+	m.mu.Unlock()
+	if !first {
+		<-m.stopped
+		return nil
+	}
+	defer close(m.stopped)
+	idle := make(chan struct{})
+	go func() { // ends with the requests, which end with m.life at the latest
+		m.work.Wait()
+		close(idle)
+	}()
+	drain, cancel := context.WithTimeout(ctx, m.limits.DrainTimeout)
+	defer cancel()
+	select {
+	case <-idle:
+	case <-drain.Done():
+		m.log.Warn("requests are still in flight: ending them")
+	}
+	var errs []error
+	if m.cfg.KillOnShutdown {
+		errs = append(errs, m.killAll("the daemon was shut down"))
+	}
+	m.endLife(errStopped)
+	<-idle
+	m.background.Wait()
+	errs = append(errs, m.letGo())
+	return errors.Join(errs...)
+}
+
+// letGo closes what the Manager holds and ends nothing. Preconditions: nothing runs any more.
+func (m *Manager) letGo() error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	var errs []error
+	for _, b := range m.boxes {
+		errs = append(errs, b.letGo())
+	}
+	for _, f := range m.frozen {
+		errs = append(errs, f.close())
+	}
+	errs = append(errs, m.lock.Close())
+	return errors.Join(errs...)
+}

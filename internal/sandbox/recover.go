@@ -1,0 +1,299 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/forkd/forkd/internal/snapshot"
+	"github.com/forkd/forkd/internal/store"
+	"github.com/forkd/forkd/internal/vmm"
+)
+
+// Recover makes the records and reality agree, whatever an earlier daemon was doing when it ended, and starts the Manager's background
+// work. Sandboxes that live are taken over, with their deadlines. Those that were just being started or ended are ended: nobody was told of
+// them, or somebody wanted that. Pool members are ended and made anew. Half-made snapshots are removed; one that was published is finished.
+func (m *Manager) Recover(ctx context.Context) (Recovery, error) {
+	m.mu.Lock()
+	again := m.recovered || m.draining
+	m.mu.Unlock()
+	if again {
+		return Recovery{}, errors.New("recover: the manager was started before")
+	}
+	var r Recovery
+	pools, err := m.recoverSnapshots(ctx, &r)
+	if err != nil {
+		return r, fmt.Errorf("recover snapshots: %w", err)
+	}
+	if err := m.recoverSandboxes(ctx, &r); err != nil {
+		return r, fmt.Errorf("recover sandboxes: %w", err)
+	}
+	if err := m.forgetOnce(ctx); err != nil {
+		return r, fmt.Errorf("recover: %w", err)
+	}
+	m.background.Go(func() { m.deadlines.run(m.life) })
+	m.background.Go(func() { m.forgetOld(m.life) })
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.recovered = true
+	for f, size := range pools {
+		f.pool = m.newPool(f, size)
+	}
+	return r, nil
+}
+
+// recoverSnapshots reads the snapshots' records and finishes or removes what was under way. It returns the sizes of the pools.
+func (m *Manager) recoverSnapshots(ctx context.Context, r *Recovery) (map[*frozen]int, error) {
+	recs, err := m.db.Snapshots(ctx)
+	if err != nil {
+		return nil, err
+	}
+	pools := map[*frozen]int{}
+	known := map[string]bool{}
+	for _, rec := range recs {
+		known[rec.ID] = true
+		man, err := m.snapshots.Get(rec.ID)
+		missing := errors.Is(err, snapshot.ErrNotFound)
+		switch {
+		case rec.Status == store.SnapshotDeleting || rec.Status == store.SnapshotWriting && missing:
+			if err := m.recoverRemoval(ctx, rec, missing, r); err != nil {
+				return nil, err
+			}
+			continue
+		case rec.Status == store.SnapshotWriting:
+			// It was published and only its record was not brought up to date. How long the parent took is lost.
+			if err := m.db.MarkSnapshotReady(ctx, rec.ID, 0); err != nil {
+				return nil, err
+			}
+			r.Finished++
+		}
+		f := &frozen{id: rec.ID, tag: rec.Tag, image: rec.Image, createdAt: rec.CreatedAt, bootWarm: rec.BootWarm, status: StatusReady}
+		if err != nil {
+			f.status, f.warning = StatusFailed, err.Error()
+		} else {
+			f.manifest, f.imageID = man, man.Image.ID
+			pools[f] = rec.PoolSize
+		}
+		m.frozen[rec.Tag] = f
+	}
+	r.Unknown, err = m.unknownSnapshots(known)
+	return pools, err
+}
+
+// recoverRemoval finishes the removal of a snapshot.
+func (m *Manager) recoverRemoval(ctx context.Context, rec store.Snapshot, missing bool, r *Recovery) error {
+	if !missing {
+		if err := m.snapshots.Remove(rec.ID); err != nil && !errors.Is(err, snapshot.ErrNotFound) {
+			return err
+		}
+	}
+	if err := m.db.RemoveSnapshot(ctx, rec.ID); err != nil {
+		return err
+	}
+	if rec.Status == store.SnapshotDeleting {
+		r.Finished++
+	} else {
+		r.Snapshots++
+	}
+	return nil
+}
+
+// unknownSnapshots returns what is published and has no record. It is left alone: it may be all that is left of somebody's work.
+func (m *Manager) unknownSnapshots(known map[string]bool) ([]string, error) {
+	found, broken, err := m.snapshots.List()
+	if err != nil {
+		return nil, err
+	}
+	var ids []string
+	for _, man := range found {
+		if !known[man.ID] {
+			ids = append(ids, man.ID)
+		}
+	}
+	for _, b := range broken {
+		if !known[b.ID] {
+			ids = append(ids, b.ID)
+		}
+	}
+	slices.Sort(ids)
+	return ids, nil
+}
+
+const reasonLost = "lost while the daemon was down"
+
+// recoverSandboxes takes over the sandboxes that live and ends everything else that is ours.
+func (m *Manager) recoverSandboxes(ctx context.Context, r *Recovery) error {
+	recs, err := m.db.Sandboxes(ctx)
+	if err != nil {
+		return err
+	}
+	var mu sync.Mutex // guards r and forget
+	var forget []string
+	jobs, jobsCtx := errgroup.WithContext(ctx)
+	jobs.SetLimit(max(4, 2*m.limits.Launches))
+	for _, rec := range recs {
+		switch {
+		case State(rec.State) == StateStarting:
+			r.Aborted++
+			forget = append(forget, rec.ID)
+		case !rec.EndedAt.IsZero() && rec.Reason == reasonKilled: // Kill was about to forget it
+			forget = append(forget, rec.ID)
+		case State(rec.State) == StateRunning:
+			jobs.Go(func() error {
+				adopted, err := m.readopt(jobsCtx, rec)
+				mu.Lock()
+				defer mu.Unlock()
+				if adopted {
+					r.Adopted++
+				} else {
+					r.Lost++
+				}
+				return err
+			})
+		}
+	}
+	if err := jobs.Wait(); err != nil {
+		return err
+	}
+	if err := m.reap(r); err != nil {
+		return err
+	}
+	for _, id := range forget {
+		if err := m.forget(ctx, id); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// readopt takes over one sandbox or records that it was lost. An error says that neither can be done.
+func (m *Manager) readopt(ctx context.Context, rec store.Sandbox) (bool, error) {
+	c, err := m.attach(ctx, rec)
+	switch {
+	case err == nil:
+		m.adopt(rec, c)
+		return true, nil
+	case ctx.Err() != nil:
+		return false, context.Cause(ctx)
+	case errors.Is(err, vmm.ErrUnavailable):
+		// Not a reason to end it: the daemon was started with another engine than before, or without what the engine needs.
+		return false, fault(err, "sandbox %s of the last run can't be taken over", rec.ID)
+	}
+	m.log.Warn("a sandbox was lost", "id", rec.ID, "error", err)
+	m.counts.lost.Add(1)
+	reason := reasonLost
+	if !errors.Is(err, vmm.ErrGone) {
+		reason += ": " + err.Error()
+	}
+	return false, m.db.EndSandbox(ctx, rec.ID, string(StateFailed), reason, time.Now())
+}
+
+// attach finds the sandbox's machine again and has its agent answer.
+func (m *Manager) attach(ctx context.Context, rec store.Sandbox) (_ *child, err error) {
+	if rec.Process.PID == 0 || rec.Process.Dir != m.machineDir(rec.ID) {
+		return nil, fmt.Errorf("%w: its record has no process of this run directory", vmm.ErrGone)
+	}
+	ctx, cancel := context.WithTimeout(ctx, m.limits.RecoverTimeout)
+	defer cancel()
+	machine, err := m.engine.Attach(ctx, rec.Process)
+	if err != nil {
+		return nil, err
+	}
+	c := &child{id: rec.ID, dir: rec.Process.Dir, machine: machine}
+	c.agent, c.tap = m.newAgent(machine, true)
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, machine.Kill(), ignoreClosed(c.agent.Close()))
+		}
+	}()
+	select {
+	case <-machine.Done():
+		return nil, fmt.Errorf("%w: %s", vmm.ErrGone, exitText(machine))
+	default:
+	}
+	if err := machine.Resume(ctx); err != nil { // a daemon that was killed may have left it paused
+		return nil, err
+	}
+	if _, err := c.agent.Ping(ctx); err != nil {
+		return nil, fmt.Errorf("its guest does not answer: %w", err)
+	}
+	return c, nil
+}
+
+// adopt makes a sandbox that outlived the daemon one of ours again.
+func (m *Manager) adopt(rec store.Sandbox, c *child) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	f := m.frozen[rec.SnapshotTag]
+	if f == nil || f.id != rec.SnapshotID {
+		f = &frozen{id: rec.SnapshotID, tag: rec.SnapshotTag, status: StatusFailed} // its snapshot is gone; it can do without
+	}
+	c.grant = m.memory.force(m.limits.childNeed(f.manifest.Shape))
+	c.grant.settle()
+	b := newBox(f, rec)
+	b.child = c
+	m.boxes[b.id] = b
+	m.watch(b)
+}
+
+// reap ends machines that nobody owns, and removes their directories.
+func (m *Manager) reap(r *Recovery) error {
+	search, err := newSearcher(m.machinesDir())
+	if err != nil {
+		return err
+	}
+	found, err := search.find()
+	if err != nil {
+		return err
+	}
+	owned := map[string]bool{}
+	for id := range m.boxes {
+		owned[m.machineDir(id)] = true
+	}
+	stuck := map[string]bool{}
+	var mu sync.Mutex // guards r and stuck
+	var kills errgroup.Group
+	kills.SetLimit(16)
+	for _, p := range found {
+		if owned[p.dir] {
+			continue
+		}
+		kills.Go(func() error {
+			err := p.kill()
+			mu.Lock()
+			defer mu.Unlock()
+			r.Reaped++
+			if err != nil {
+				stuck[p.dir] = true
+				m.log.Error("a leftover process can't be ended", "pid", p.pid, "dir", p.dir, "error", err)
+			}
+			return nil
+		})
+	}
+	_ = kills.Wait() // the functions return no errors
+	return m.removeDirs(r, owned, stuck)
+}
+
+func (m *Manager) removeDirs(r *Recovery, owned, stuck map[string]bool) error {
+	entries, err := os.ReadDir(m.machinesDir())
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		dir := m.machineDir(e.Name())
+		if owned[dir] || stuck[dir] {
+			continue
+		}
+		if err := os.RemoveAll(dir); err != nil {
+			return fmt.Errorf("remove leftover: %w", err)
+		}
+		r.Dirs++
+	}
+	return nil
+}

@@ -1,0 +1,308 @@
+package sandbox
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/forkd/forkd/internal/snapshot"
+)
+
+// Snapshots returns all snapshots, by tag.
+func (m *Manager) Snapshots(ctx context.Context) ([]Snapshot, error) {
+	m.mu.Lock()
+	tags := slices.Sorted(maps.Keys(m.frozen))
+	views := make([]Snapshot, 0, len(tags))
+	manifests := make([]snapshot.Manifest, 0, len(tags))
+	for _, tag := range tags {
+		views = append(views, m.viewLocked(m.frozen[tag]))
+		manifests = append(manifests, m.frozen[tag].manifest)
+	}
+	m.mu.Unlock()
+	for i := range views {
+		m.judge(ctx, &views[i], manifests[i])
+	}
+	return views, nil
+}
+
+// Snapshot returns the snapshot with a tag.
+func (m *Manager) Snapshot(ctx context.Context, tag string) (Snapshot, error) {
+	if err := checkTag(tag); err != nil {
+		return Snapshot{}, err
+	}
+	m.mu.Lock()
+	f := m.frozen[tag]
+	if f == nil {
+		m.mu.Unlock()
+		return Snapshot{}, newError(CodeSnapshotNotFound, nil, "`forkd images` lists the snapshots", "no snapshot has the tag %s", tag)
+	}
+	view, man := m.viewLocked(f), f.manifest
+	m.mu.Unlock()
+	m.judge(ctx, &view, man)
+	return view, nil
+}
+
+// viewLocked is a snapshot as users see it, but for what judge adds. Preconditions: m.mu is held.
+func (m *Manager) viewLocked(f *frozen) Snapshot {
+	man := f.manifest
+	s := Snapshot{
+		Tag: f.tag, ID: f.id, Dir: m.snapshots.Dir(f.id), CreatedAt: f.createdAt, Image: cmp.Or(man.Image.Name, f.image),
+		MemMiB: man.Shape.MemMiB, VCPUs: man.Shape.VCPUs,
+		Engine: man.Engine.Engine, EngineVersion: man.Engine.Version, Accel: man.Engine.Accel,
+		LogicalBytes: man.Memory.LogicalBytes, PhysicalBytes: man.Memory.PhysicalBytes, DeviceBytes: man.Device.Bytes,
+		ContentHash: man.Memory.SHA256, ParentID: man.Parent, BranchedFrom: man.BranchedFrom,
+		Status: f.status, Warning: f.warning, Python: man.Python, BootWarm: f.bootWarm,
+		Resident: m.cache.Resident(f.id), Pool: f.poolStatus(),
+	}
+	s.Ancestors, s.Dependents = m.familyLocked(f)
+	if n := len(s.Ancestors); n > 0 {
+		s.ParentTag = s.Ancestors[n-1]
+	}
+	return s
+}
+
+// familyLocked returns what a snapshot rests on, root first, and what rests on it. Preconditions: m.mu is held.
+func (m *Manager) familyLocked(f *frozen) (ancestors, dependents []string) {
+	byID := make(map[string]*frozen, len(m.frozen))
+	for _, other := range m.frozen {
+		byID[other.id] = other
+	}
+	for parent := f.manifest.Parent; parent != "" && len(ancestors) <= len(byID); {
+		above := byID[parent]
+		if above == nil {
+			ancestors = append(ancestors, parent)
+			break
+		}
+		ancestors = append(ancestors, above.tag)
+		parent = above.manifest.Parent
+	}
+	slices.Reverse(ancestors)
+	for _, d := range m.dependentsLocked(f) {
+		dependents = append(dependents, d.tag)
+	}
+	return ancestors, dependents
+}
+
+// dependentsLocked returns the snapshots that rest on f, directly or not, those nearest to it first. Preconditions: m.mu is held.
+func (m *Manager) dependentsLocked(f *frozen) []*frozen {
+	var all []*frozen
+	seen := map[string]bool{f.id: true}
+	for grown := true; grown; {
+		grown = false
+		for _, tag := range slices.Sorted(maps.Keys(m.frozen)) {
+			other := m.frozen[tag]
+			if !seen[other.id] && other.manifest.Parent != "" && seen[other.manifest.Parent] {
+				seen[other.id] = true
+				all = append(all, other)
+				grown = true
+			}
+		}
+	}
+	return all
+}
+
+// judge says whether a snapshot can be restored on this host.
+func (m *Manager) judge(ctx context.Context, s *Snapshot, man snapshot.Manifest) {
+	if s.Status != StatusReady {
+		return
+	}
+	if _, err := m.restorable(ctx, man); err != nil {
+		s.Warning = err.Error()
+		return
+	}
+	s.Bootable = true
+}
+
+// VerifySnapshot reads the whole snapshot from disk and checks every digest.
+func (m *Manager) VerifySnapshot(ctx context.Context, tag string) error {
+	if err := checkTag(tag); err != nil {
+		return err
+	}
+	ctx, done, err := m.enter(ctx)
+	if err != nil {
+		return err
+	}
+	defer done()
+	f, release, err := m.use(tag)
+	if err != nil {
+		return err
+	}
+	defer release()
+	err = m.snapshots.Verify(ctx, f.id)
+	m.noteCorrupt(f, err)
+	return fault(err, "verify snapshot %s", tag)
+}
+
+// ImageInUse returns an error that names the snapshots which need an image; nil when none does.
+func (m *Manager) ImageInUse(id string) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	var tags []string
+	for tag, f := range m.frozen {
+		if f.manifest.Image.ID == id || f.status == StatusWriting && f.imageID == id {
+			tags = append(tags, tag)
+		}
+	}
+	if len(tags) == 0 {
+		return nil
+	}
+	slices.Sort(tags)
+	return newError(CodeImageInUse, nil, "delete them first: `forkd rmi "+strings.Join(tags, " ")+"`", "image %s is needed by snapshots: %s", id, strings.Join(tags, ", "))
+}
+
+// DeleteSnapshot removes a snapshot, its tag, and what mode says besides. Its own pool never stands in the way.
+func (m *Manager) DeleteSnapshot(ctx context.Context, tag string, mode DeleteMode) error {
+	if err := checkTag(tag); err != nil {
+		return err
+	}
+	if mode != DeleteSafe && mode != DeleteCascade && mode != DeleteForce {
+		return invalid(`use "cascade", "force" or nothing`, "delete mode %.80q is not known", mode)
+	}
+	ctx, done, err := m.enter(ctx)
+	if err != nil {
+		return err
+	}
+	defer done()
+	targets, boxes, err := m.condemn(tag, mode)
+	if err != nil {
+		return err
+	}
+	if err := m.finishAll(boxes, ending{state: StateStopped, reason: "its snapshot was deleted"}); err != nil {
+		m.pardon(targets)
+		return err
+	}
+	ids := make([]string, len(targets))
+	for i, f := range targets {
+		ids[i] = f.id
+	}
+	ctx = context.WithoutCancel(ctx) // from here on it is carried out
+	if err := m.db.MarkSnapshotsDeleting(ctx, ids...); err != nil {
+		m.pardon(targets)
+		return fault(err, "delete snapshot %s", tag)
+	}
+	m.warn(m.hit(ctx, pointDeleteRecorded), "delete a snapshot", tag)
+	for _, f := range targets {
+		if err := m.remove(ctx, f); err != nil {
+			return fault(err, "delete snapshot %s", f.tag)
+		}
+	}
+	return nil
+}
+
+// condemn picks the snapshots to delete, dependents before what they rest on, and takes them out of use; and the sandboxes to end first.
+func (m *Manager) condemn(tag string, mode DeleteMode) ([]*frozen, []*box, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	f, err := m.findLocked(tag)
+	if err != nil {
+		return nil, nil, err
+	}
+	dependents := m.dependentsLocked(f)
+	if len(dependents) > 0 && mode != DeleteCascade {
+		return nil, nil, newError(CodeSnapshotInUse, nil, "delete them first, or use --cascade", "snapshot %s has snapshots that rest on it: %s", tag, names(dependents))
+	}
+	slices.Reverse(dependents)
+	targets := append(dependents, f)
+	var boxes []*box
+	for _, t := range targets {
+		used := m.usersLocked(t)
+		if err := inUse(t, used, mode); err != nil {
+			return nil, nil, err
+		}
+		boxes = append(boxes, used...)
+	}
+	for _, t := range targets {
+		t.deleting = true
+	}
+	return targets, boxes, nil
+}
+
+// usersLocked returns the sandboxes of a snapshot that live. Preconditions: m.mu is held.
+func (m *Manager) usersLocked(f *frozen) []*box {
+	var users []*box
+	for _, b := range m.boxes {
+		if b.frozen == f {
+			users = append(users, b)
+		}
+	}
+	slices.SortFunc(users, func(a, b *box) int { return cmp.Compare(a.id, b.id) })
+	return users
+}
+
+// inUse reports why a snapshot can't be deleted in that mode.
+func inUse(f *frozen, users []*box, mode DeleteMode) error {
+	switch {
+	case f.status == StatusWriting:
+		return newError(CodeSnapshotInUse, nil, "wait until it is ready", "snapshot %s is still being made", f.tag)
+	case f.forks > 0:
+		return &Error{Code: CodeSnapshotInUse, Message: fmt.Sprintf("%d requests are using snapshot %s at this moment", f.forks, f.tag),
+			Hint: "try again in a moment", RetryAfter: retryLater}
+	case len(users) > 0 && mode != DeleteForce:
+		const shown = 10
+		ids := make([]string, 0, shown)
+		for _, b := range users[:min(len(users), shown)] {
+			ids = append(ids, b.id)
+		}
+		if len(users) > shown {
+			ids = append(ids, fmt.Sprintf("and %d more", len(users)-shown))
+		}
+		return newError(CodeSnapshotInUse, nil, "kill them first, or use --force", "snapshot %s has sandboxes that live: %s", f.tag, strings.Join(ids, ", "))
+	}
+	return nil
+}
+
+func names(snapshots []*frozen) string {
+	tags := make([]string, len(snapshots))
+	for i, f := range snapshots {
+		tags[i] = f.tag
+	}
+	return strings.Join(tags, ", ")
+}
+
+// pardon puts condemned snapshots back into use.
+func (m *Manager) pardon(targets []*frozen) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, f := range targets {
+		f.deleting = false
+	}
+}
+
+// remove carries out the removal of a condemned snapshot. When it fails the snapshot shows as failed and may be deleted again; the next
+// Recover tries as well.
+func (m *Manager) remove(ctx context.Context, f *frozen) error {
+	if f.pool != nil {
+		f.pool.close()
+	}
+	err := m.removeFiles(ctx, f)
+	if err == nil {
+		err = m.db.RemoveSnapshot(ctx, f.id)
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if err != nil {
+		f.deleting, f.status, f.warning = false, StatusFailed, "its removal failed: "+err.Error()
+		return err
+	}
+	delete(m.frozen, f.tag)
+	m.emit(Event{Kind: EventSnapshotDeleted, Tag: f.tag})
+	return nil
+}
+
+func (m *Manager) removeFiles(ctx context.Context, f *frozen) error {
+	if err := f.close(); err != nil {
+		return err
+	}
+	if err := m.cache.Drop(f.id); err != nil {
+		m.warn(err, "drop the resident image of a deleted snapshot", f.tag) // it goes when it is unused
+	}
+	if err := m.snapshots.Remove(f.id); err != nil && !errors.Is(err, snapshot.ErrNotFound) {
+		return err
+	}
+	m.warn(m.hit(ctx, pointDeleteRemoved), "delete a snapshot", f.tag)
+	return nil
+}
