@@ -177,7 +177,7 @@ func TestGuestFaults(t *testing.T) {
 	})
 	t.Run("eval fails", func(t *testing.T) {
 		v := load(t, Fault{Step: StepEval, Action: Fail})
-		_, err := evaluate(t, s, v, agentproto.EvalRequest{Code: "1"})
+		_, err := v.agent.Eval(s.step(t), agentproto.EvalRequest{Code: "1"})
 		checkCode(t, err, agentproto.CodeInternal)
 	})
 }

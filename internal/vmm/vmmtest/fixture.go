@@ -78,7 +78,7 @@ func checkEmpty(t *testing.T, dir string) {
 // vm is a machine with a connection to its agent.
 type vm struct {
 	vmm.Machine
-	agent *agent
+	agent agent
 }
 
 func (s *suite) withAgent(m vmm.Machine, resync bool) *vm {

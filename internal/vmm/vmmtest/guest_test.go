@@ -3,6 +3,7 @@ package vmmtest
 import (
 	"context"
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -36,20 +37,6 @@ func newSuite(t *testing.T, opts FakeOptions) (*suite, *Fake) {
 	}
 	t.Cleanup(s.template.close)
 	return s, engine
-}
-
-func execute(t *testing.T, s *suite, v *vm, req agentproto.ExecRequest) (agentproto.ExecResult, error) {
-	t.Helper()
-	var res agentproto.ExecResult
-	err := v.agent.ask(s.step(t), agentproto.KindExec, &req, &res)
-	return res, err
-}
-
-func evaluate(t *testing.T, s *suite, v *vm, req agentproto.EvalRequest) (agentproto.EvalResult, error) {
-	t.Helper()
-	var res agentproto.EvalResult
-	err := v.agent.ask(s.step(t), agentproto.KindEval, &req, &res)
-	return res, err
 }
 
 func checkCode(t *testing.T, err error, want agentproto.Code) {
@@ -90,7 +77,7 @@ func TestGuestCommands(t *testing.T) {
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
-			got, err := execute(t, s, child, tt.req)
+			got, err := child.agent.Exec(s.step(t), tt.req)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -116,7 +103,7 @@ func TestGuestRefusals(t *testing.T) {
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
-			_, err := execute(t, s, child, tt.req)
+			_, err := child.agent.Exec(s.step(t), tt.req)
 			checkCode(t, err, tt.want)
 		})
 	}
@@ -140,7 +127,7 @@ func TestGuestInterpreter(t *testing.T) {
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
-			got, err := evaluate(t, s, child, agentproto.EvalRequest{Code: tt.code})
+			got, err := child.agent.Eval(s.step(t), agentproto.EvalRequest{Code: tt.code})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -150,7 +137,7 @@ func TestGuestInterpreter(t *testing.T) {
 		})
 	}
 	t.Run("timeout", func(t *testing.T) {
-		got, err := evaluate(t, s, child, agentproto.EvalRequest{Code: "hang()", TimeoutMS: 20})
+		got, err := child.agent.Eval(s.step(t), agentproto.EvalRequest{Code: "hang()", TimeoutMS: 20})
 		if err != nil || !got.TimedOut || got.Error == "" {
 			t.Errorf("eval of what never ends: got %+v (%v), want a timeout", got, err)
 		}
@@ -160,7 +147,7 @@ func TestGuestInterpreter(t *testing.T) {
 func TestGuestWithoutInterpreter(t *testing.T) {
 	s, _ := newSuite(t, FakeOptions{NoPython: true})
 	child := s.fork(t, "worker")
-	_, err := evaluate(t, s, child, agentproto.EvalRequest{Code: "1"})
+	_, err := child.agent.Eval(s.step(t), agentproto.EvalRequest{Code: "1"})
 	checkCode(t, err, agentproto.CodeNoInterpreter)
 }
 
@@ -173,7 +160,7 @@ func TestGuestRandomness(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		number, err := evaluate(t, s, v, agentproto.EvalRequest{Code: "random()"})
+		number, err := v.agent.Eval(s.step(t), agentproto.EvalRequest{Code: "random()"})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -203,20 +190,16 @@ func TestGuestIdentity(t *testing.T) {
 	s, _ := newSuite(t, FakeOptions{})
 	child := s.fork(t, "first")
 	identify := func(id agentproto.Identity) (agentproto.IdentityAck, error) {
-		t.Helper()
-		var ack agentproto.IdentityAck
-		err := child.agent.ask(s.step(t), agentproto.KindIdentity, &id, &ack)
-		return ack, err
+		return child.agent.Identify(s.step(t), id)
 	}
 	t.Run("too little entropy", func(t *testing.T) {
 		_, err := identify(agentproto.Identity{InstanceID: "x"})
 		checkCode(t, err, agentproto.CodeIdentity)
 	})
-	entropy := make([]byte, agentproto.MinEntropy)
 	t.Run("everything", func(t *testing.T) {
 		const then = int64(1_700_000_000_000_000_000)
 		ack, err := identify(agentproto.Identity{
-			InstanceID: "i", Hostname: "h", MachineID: "m", UnixNano: then, Entropy: entropy, Env: []string{"K=V"},
+			InstanceID: "i", Hostname: "h", MachineID: "m", UnixNano: then, Entropy: entropy(), Env: []string{"K=V"},
 		})
 		if err != nil {
 			t.Fatal(err)
@@ -233,7 +216,7 @@ func TestGuestIdentity(t *testing.T) {
 		if _, err := child.agent.exec(s.step(t), []string{"sh", "-c", "echo 'echo ran > /ran' > /etc/forkd/on-fork.d/10-a"}); err != nil {
 			t.Fatal(err)
 		}
-		ack, err := identify(agentproto.Identity{Entropy: entropy, RunHooks: true})
+		ack, err := identify(agentproto.Identity{Entropy: entropy(), RunHooks: true})
 		if err != nil || ack.Hooks != 1 {
 			t.Fatalf("identity with a hook: got %+v (%v), want 1 hook", ack, err)
 		}
@@ -245,41 +228,39 @@ func TestGuestIdentity(t *testing.T) {
 		if _, err := child.agent.exec(s.step(t), []string{"sh", "-c", "echo false > /etc/forkd/on-fork.d/20-b"}); err != nil {
 			t.Fatal(err)
 		}
-		_, err := identify(agentproto.Identity{Entropy: entropy, RunHooks: true})
+		_, err := identify(agentproto.Identity{Entropy: entropy(), RunHooks: true})
 		checkCode(t, err, agentproto.CodeIdentity)
 	})
 }
 
-func TestGuestCancel(t *testing.T) {
-	s, _ := newSuite(t, FakeOptions{})
-	child := s.fork(t, "worker")
-	s.ping(t, child)
-	a := child.agent
-	request := agentproto.ExecRequest{Args: []string{"hang"}}
-	both := agentproto.AppendMessage(nil, agentproto.KindExec, a.token.Session(), a.id+1, request.AppendTo(nil))
-	both = agentproto.AppendMessage(both, agentproto.KindCancel, a.token.Session(), a.id+1, nil)
-	a.id++
-	var res agentproto.ExecResult
-	if err := a.exchange(s.step(t), both, &res); err != nil {
-		t.Fatal(err)
-	}
-	if res.ExitCode != 137 || res.TimedOut {
-		t.Errorf("a cancelled command: got %+v, want exit code 137 and no timeout", res)
-	}
-}
-
-// TestGuestAnswersWhileBusy checks that a ping doesn't wait behind a command.
+// TestGuestAnswersWhileBusy checks that a ping doesn't wait behind a command, and that giving a command up ends it.
 func TestGuestAnswersWhileBusy(t *testing.T) {
 	s, _ := newSuite(t, FakeOptions{})
 	child := s.fork(t, "worker")
+	ctx, cancel := context.WithCancel(s.step(t))
+	ended := make(chan error, 1)
+	go func() {
+		_, err := child.agent.Exec(ctx, agentproto.ExecRequest{Args: []string{"hang"}})
+		ended <- err
+	}()
+	eventually(t, s.h.Timeout, func() string {
+		var refusal *agentproto.Error
+		if err := child.agent.Quiesce(s.step(t)); !errors.As(err, &refusal) || refusal.Code != agentproto.CodeBusy {
+			return fmt.Sprintf("Quiesce while a command runs: got %v, want code %q", err, agentproto.CodeBusy)
+		}
+		return ""
+	})
 	s.ping(t, child)
-	a := child.agent
-	request := agentproto.ExecRequest{Args: []string{"hang"}}
-	if _, err := a.conn.Write(agentproto.AppendMessage(nil, agentproto.KindExec, a.token.Session(), 1000, request.AppendTo(nil))); err != nil {
-		t.Fatal(err)
+	cancel()
+	if err := <-ended; !errors.Is(err, context.Canceled) {
+		t.Errorf("a command that was given up: got %v, want context.Canceled", err)
 	}
-	s.ping(t, child)
-	checkCode(t, a.ask(s.step(t), agentproto.KindQuiesce, empty{}, empty{}), agentproto.CodeBusy)
+	eventually(t, s.h.Timeout, func() string {
+		if err := child.agent.Quiesce(s.step(t)); err != nil {
+			return fmt.Sprintf("Quiesce after the command was given up: %v", err)
+		}
+		return ""
+	})
 }
 
 func TestConsoleKeepsTheNewest(t *testing.T) {

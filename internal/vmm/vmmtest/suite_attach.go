@@ -109,7 +109,9 @@ func (s *suite) testAttachAfterDaemonDied(t *testing.T) {
 			}
 			s.end(t, m)
 			if tt.order.Paused {
-				s.checkSilent(t, s.withAgent(m, true))
+				v := s.withAgent(m, true)
+				s.checkSilent(t, v)
+				v.agent.close()
 				if err := m.Resume(s.step(t)); err != nil {
 					t.Fatalf("Resume: %v", err)
 				}
@@ -230,8 +232,7 @@ func (s *suite) cutRequest(t *testing.T, m vmm.Machine, bytes int) error {
 		conn, err := m.Dial(ctx, vmm.PortControl)
 		return &cutConn{Conn: conn, left: bytes, cut: func() { close(written) }}, err
 	}, false)
-	request := &agentproto.ExecRequest{Args: s.h.Read, Stdin: make([]byte, 8000)}
-	go func() { _ = a.ask(t.Context(), agentproto.KindExec, request, &agentproto.ExecResult{}) }()
+	go func() { _, _ = a.Exec(t.Context(), agentproto.ExecRequest{Args: s.h.Read, Stdin: make([]byte, 8000)}) }()
 	select {
 	case <-written:
 		return nil
