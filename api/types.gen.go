@@ -590,7 +590,7 @@ type SnapshotRequest struct {
 	Stream bool `json:"stream,omitempty"`
 	Tag    Name `json:"tag"`
 
-	// Tap Published; refused unless null
+	// Tap Published; refused unless null: there is no host tap to attach.
 	Tap *string `json:"tap,omitempty"`
 
 	// TimeoutSecs For boot and warm-up together; 0: the default.

@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -41,10 +42,14 @@ func ListenUnix(path string) (net.Listener, error) {
 			return nil, fmt.Errorf("remove a dead daemon's socket: %w", err)
 		}
 	}
-	// The mode must be right from the first moment on: a chmod afterwards leaves a gap.
-	old := unix.Umask(0o177)
-	l, err := net.Listen("unix", path)
-	unix.Umask(old)
+	// The mode must be right from the first moment on: a chmod of the path afterwards leaves a gap. Linux gives the path the
+	// mode that the socket has when it is bound.
+	private := net.ListenConfig{Control: func(_, _ string, conn syscall.RawConn) error {
+		var chmodErr error
+		err := conn.Control(func(fd uintptr) { chmodErr = unix.Fchmod(int(fd), 0o600) })
+		return errors.Join(err, chmodErr)
+	}}
+	l, err := private.Listen(context.Background(), "unix", path)
 	if err != nil {
 		return nil, fmt.Errorf("socket %s: %w", path, err)
 	}

@@ -1,0 +1,177 @@
+package server
+
+import (
+	"context"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/forkd/forkd/internal/sandbox"
+)
+
+func TestToken(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, func(c *Config) { c.Token = "0123456789abcdef" })
+	tests := []struct {
+		name, path, authorization string
+		status                    int
+	}{
+		{"none", "/v1/sandboxes", "", 401},
+		{"wrong", "/v1/sandboxes", "Bearer 0123456789abcdeg", 401},
+		{"prefix", "/v1/sandboxes", "Bearer 0123456789abcde", 401},
+		{"empty", "/v1/sandboxes", "Bearer ", 401},
+		{"basic", "/v1/sandboxes", "Basic 0123456789abcdef", 401},
+		{"right", "/v1/sandboxes", "Bearer 0123456789abcdef", 200},
+		{"health needs none", "/healthz", "", 200},
+		{"metrics need one", "/metrics", "", 401},
+		{"nothing is told about routes", "/nothing", "", 401},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			got := f.do(t, "GET", tt.path, "", "Authorization", tt.authorization)
+			if got.status != tt.status {
+				t.Errorf("= %d %s, want %d", got.status, got.body, tt.status)
+			}
+			if tt.status == 401 && (got.code() != "unauthorized" || got.header.Get("WWW-Authenticate") != "Bearer") {
+				t.Errorf("= %q %v, want unauthorized and Bearer", got.code(), got.header)
+			}
+		})
+	}
+}
+
+func TestBrowserPages(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	if got := f.do(t, "POST", "/v1/sandboxes", forkBody, "Origin", "https://evil.example", "Sec-Fetch-Site", "cross-site"); got.status != 403 || got.code() != "forbidden" {
+		t.Errorf("a page of another site = %d %q, want 403 forbidden", got.status, got.code())
+	}
+	for host, want := range map[string]int{"evil.example": 403, "evil.example:8889": 403, "localhost:1": 200, "127.0.0.1": 200, "[::1]:8889": 200} {
+		req, _ := http.NewRequestWithContext(t.Context(), "GET", f.http.URL+"/v1/sandboxes", nil)
+		req.Host = host
+		if got := send(t, req); got.status != want {
+			t.Errorf("Host %s = %d, want %d", host, got.status, want)
+		}
+	}
+	if len(f.forks) != 0 {
+		t.Errorf("%d forks, want none", len(f.forks))
+	}
+}
+
+func TestListenUnix(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "d", "s")
+	first, err := ListenUnix(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	info, err := os.Stat(path)
+	if err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("mode = %v, %v, want 0600", info.Mode(), err)
+	}
+	if _, err := ListenUnix(path); err == nil || !strings.Contains(err.Error(), "another daemon") {
+		t.Errorf("second = %v, want another daemon", err)
+	}
+	first.(*net.UnixListener).SetUnlinkOnClose(false)
+	first.Close()
+	second, err := ListenUnix(path)
+	if err != nil {
+		t.Fatalf("over a dead socket: %v", err)
+	}
+	second.Close()
+	if err := os.WriteFile(path, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := ListenUnix(path); err == nil || !strings.Contains(err.Error(), "something else") {
+		t.Errorf("over a file = %v, want a refusal", err)
+	}
+	if _, err := ListenUnix("/" + strings.Repeat("x", 200)); err == nil || !strings.Contains(err.Error(), "107") {
+		t.Errorf("long path = %v, want a refusal", err)
+	}
+}
+
+func TestListenTCP(t *testing.T) {
+	t.Parallel()
+	tests := []struct {
+		address string
+		token   bool
+		ok      bool
+	}{
+		{"127.0.0.1:0", false, true}, {"[::1]:0", false, true}, {"localhost:0", false, true},
+		{"0.0.0.0:0", false, false}, {":0", false, false}, {"nohost", false, false}, {"0.0.0.0:0", true, true},
+	}
+	for _, tt := range tests {
+		l, err := ListenTCP(tt.address, tt.token)
+		if err == nil {
+			l.Close()
+		}
+		if (err == nil) != tt.ok && !strings.Contains(tt.address, "::1") { // a host may have no IPv6
+			t.Errorf("ListenTCP(%q, %v) = %v, want ok %v", tt.address, tt.token, err, tt.ok)
+		}
+	}
+}
+
+// TestShutdown holds that requests may finish within the grace period, and are cancelled and answered after it.
+func TestShutdown(t *testing.T) {
+	t.Parallel()
+	tests := []struct {
+		name   string
+		grace  time.Duration
+		status int
+		code   string
+	}{
+		{"within the grace period", time.Minute, 200, ""},
+		{"after it", time.Millisecond, 503, "shutting_down"},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			t.Parallel()
+			s := &stub{}
+			srv := New(Config{Service: s, Images: stubImages{s}, Log: slog.New(slog.DiscardHandler)})
+			unixListener, err := ListenUnix(filepath.Join(t.TempDir(), "s"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			running, finish := make(chan struct{}), make(chan struct{})
+			s.exec = func(ctx context.Context, _ sandbox.ExecRequest) (sandbox.ExecResult, error) {
+				close(running)
+				select {
+				case <-finish:
+					return sandbox.ExecResult{}, nil
+				case <-ctx.Done():
+					return sandbox.ExecResult{}, ctx.Err()
+				}
+			}
+			ctx, stop := context.WithCancel(t.Context())
+			served := make(chan error, 1)
+			go func() { served <- srv.Serve(ctx, unixListener, nil, tt.grace) }()
+			conn, err := net.Dial("unix", unixListener.Addr().String())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close()
+			req, _ := http.NewRequest("POST", "http://forkd/v1/sandboxes/sb1/exec", strings.NewReader(`{"args": ["sleep"]}`))
+			if err := req.Write(conn); err != nil {
+				t.Fatal(err)
+			}
+			<-running
+			stop()
+			if tt.status == 200 {
+				close(finish)
+			}
+			if got := readAnswer(t, conn, req); got.status != tt.status || got.code() != tt.code {
+				t.Errorf("= %d %q, want %d %q", got.status, got.code(), tt.status, tt.code)
+			}
+			if err := <-served; err != nil {
+				t.Errorf("Serve = %v", err)
+			}
+			if _, err := net.Dial("unix", unixListener.Addr().String()); err == nil {
+				t.Error("the socket still answers")
+			}
+		})
+	}
+}
