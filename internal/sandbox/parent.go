@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/forkd/forkd/internal/guest/agentclient"
 	"github.com/forkd/forkd/internal/guest/agentproto"
 	"github.com/forkd/forkd/internal/vmm"
 )
@@ -137,7 +138,7 @@ func section(title string, text []byte) string {
 // awaitAgent waits for the agent's first answer: written before the guest runs, it is answered as soon as there is somebody to.
 func (c *creation) awaitAgent(ctx context.Context) error {
 	c.tell(Progress{Step: "ready", Detail: "waiting for the guest's agent"})
-	pong, err := c.parent.agent.Ping(ctx)
+	pong, err := c.firstPong(ctx)
 	if err != nil {
 		return c.parentFault(ctx, CodeTimeout, err, "waiting for the guest's agent")
 	}
@@ -149,11 +150,36 @@ func (c *creation) awaitAgent(ctx context.Context) error {
 	return nil
 }
 
-// Backoff between two runs of a probe.
+// firstPong tries again when the connection breaks: a guest that boots may open and close its port more than once.
+func (c *creation) firstPong(ctx context.Context) (agentproto.Pong, error) {
+	for pause := probeFirst; ; pause = min(2*pause, probeLast) {
+		pong, err := c.parent.agent.Ping(ctx)
+		if err == nil || ctx.Err() != nil || !errors.Is(err, agentclient.ErrConnection) {
+			return pong, err
+		}
+		if !pauseFor(ctx, pause) {
+			return pong, err
+		}
+	}
+}
+
+// Backoff between two looks at what can't be awaited.
 const (
 	probeFirst = 50 * time.Millisecond
 	probeLast  = time.Second
 )
+
+// pauseFor waits for d and says whether ctx lasted as long.
+func pauseFor(ctx context.Context, d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
 
 // awaitProbe runs the probe until it succeeds. Nothing in the guest could tell when that will be, so it is asked again and again.
 func (c *creation) awaitProbe(ctx context.Context) error {
@@ -174,18 +200,14 @@ func (c *creation) awaitProbe(ctx context.Context) error {
 		if err == nil {
 			last = fmt.Sprintf(" exited with status %d", res.ExitCode) + section("output", append(res.Stdout, res.Stderr...))
 		}
-		timer := time.NewTimer(pause)
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
+		if !pauseFor(ctx, pause) {
 			return c.parentFault(ctx, CodeWarmUpFailed, ctx.Err(), fmt.Sprintf("probe %q%s", c.req.Probe, last))
 		}
 	}
 }
 
 func shell(command string) agentproto.ExecRequest {
-	return agentproto.ExecRequest{Args: []string{"/bin/sh", "-c", command}, MaxOutput: 64 << 10}
+	return agentproto.ExecRequest{Args: []string{"sh", "-c", command}, MaxOutput: 64 << 10}
 }
 
 // warmUp runs the warm-ups in order.

@@ -198,12 +198,12 @@ func exercise(ctx context.Context, c *child, python bool) error {
 	if _, err := c.agent.Ping(ctx); err != nil {
 		return fmt.Errorf("exercise ping: %w", err)
 	}
-	res, err := c.agent.Exec(ctx, agentproto.ExecRequest{Args: []string{"/bin/true"}, TimeoutMS: millis(exerciseTimeout)})
+	res, err := c.agent.Exec(ctx, agentproto.ExecRequest{Args: []string{"true"}, TimeoutMS: millis(exerciseTimeout)})
 	if err != nil && !isAgentCode(err, agentproto.CodeNotFound) { // an image without it is a legal one
 		return fmt.Errorf("exercise exec: %w", err)
 	}
 	if res.TimedOut {
-		return fmt.Errorf("exercise exec: /bin/true did not end within %v", exerciseTimeout)
+		return fmt.Errorf("exercise exec: true did not end within %v", exerciseTimeout)
 	}
 	if !python {
 		return nil
