@@ -64,7 +64,7 @@ func (e *Fake) Probe(ctx context.Context) (vmm.Info, error) {
 	info.TSCkHz = cmp.Or(info.TSCkHz, 1_000_000)
 	info.Binary = cmp.Or(info.Binary, binary)
 	if info.Features == (vmm.Features{}) {
-		info.Features = vmm.Features{Console: true, Files: true, Layers: true}
+		info.Features = vmm.Features{Console: true, Files: true, Layers: true, Live: true}
 	}
 	if e.opts.NoFeatures {
 		info.Features = vmm.Features{}

@@ -18,6 +18,7 @@ import (
 type template struct {
 	ram, state *os.File
 	digest     string // of ram, when it was frozen
+	mark       string // what the parent wrote, a text that is nowhere else in its memory
 }
 
 func (t *template) close() {
@@ -137,7 +138,14 @@ func (s *suite) prepareConfig(t *testing.T) vmm.PrepareConfig {
 
 func (s *suite) prepare(t *testing.T) vmm.Prepared {
 	t.Helper()
-	p, err := s.h.Engine.Prepare(s.step(t), s.prepareConfig(t))
+	return s.prepareWith(t, func(*vmm.PrepareConfig) {})
+}
+
+func (s *suite) prepareWith(t *testing.T, change func(*vmm.PrepareConfig)) vmm.Prepared {
+	t.Helper()
+	cfg := s.prepareConfig(t)
+	change(&cfg)
+	p, err := s.h.Engine.Prepare(s.step(t), cfg)
 	if err != nil {
 		t.Fatalf("Prepare: %v", err)
 	}
@@ -147,7 +155,12 @@ func (s *suite) prepare(t *testing.T) vmm.Prepared {
 // load makes a paused child of a device state.
 func (s *suite) load(t *testing.T, state *os.File) vmm.Machine {
 	t.Helper()
-	m, err := s.prepare(t).Load(s.step(t), state)
+	return s.loadInto(t, s.prepare(t), state)
+}
+
+func (s *suite) loadInto(t *testing.T, p vmm.Prepared, state *os.File) vmm.Machine {
+	t.Helper()
+	m, err := p.Load(s.step(t), state)
 	if err != nil {
 		t.Fatalf("Load: %v", err)
 	}
@@ -155,15 +168,26 @@ func (s *suite) load(t *testing.T, state *os.File) vmm.Machine {
 	return m
 }
 
-// fork makes a running child with an identity of its own.
-func (s *suite) fork(t *testing.T, name string) *vm {
+// resume starts a paused machine.
+func (s *suite) resume(t *testing.T, m vmm.Machine) *vm {
 	t.Helper()
-	m := s.load(t, s.template.state)
 	if err := m.Resume(s.step(t)); err != nil {
 		t.Fatalf("Resume: %v", err)
 	}
 	v := s.withAgent(m, false)
 	t.Cleanup(v.agent.close)
+	return v
+}
+
+// fork makes a running child with an identity of its own.
+func (s *suite) fork(t *testing.T, name string) *vm {
+	t.Helper()
+	return s.forkWith(t, name, func(*vmm.PrepareConfig) {})
+}
+
+func (s *suite) forkWith(t *testing.T, name string, change func(*vmm.PrepareConfig)) *vm {
+	t.Helper()
+	v := s.resume(t, s.loadInto(t, s.prepareWith(t, change), s.template.state))
 	if err := v.agent.identify(s.step(t), name); err != nil {
 		t.Fatalf("give child %s its identity: %v", name, err)
 	}

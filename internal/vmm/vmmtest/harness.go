@@ -87,6 +87,8 @@ func Run(t *testing.T, h Harness) {
 	t.Run("MemoryIsolation", s.testMemoryIsolation)
 	t.Run("Mappings", s.testMappings)
 	t.Run("InheritedFiles", s.testInheritedFiles)
+	t.Run("Overlay", s.testOverlay)
+	t.Run("LiveBranch", s.testLiveBranch)
 	t.Run("BytesBeforeResume", s.testBytesBeforeResume)
 	t.Run("OneConnectionAtATime", s.testOneConnectionAtATime)
 	t.Run("PauseStopsProgress", s.testPauseStopsProgress)

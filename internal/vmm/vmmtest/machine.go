@@ -78,7 +78,11 @@ func (hw *hardware) run() error {
 	if err := hw.record(); err != nil {
 		return err
 	}
-	go idle()
+	named := make(chan error)
+	go idle(named)
+	if err := <-named; err != nil {
+		return err
+	}
 	life := time.NewTimer(hw.cfg.MaxLife)
 	time.Sleep(hw.cfg.SlowStart) // what a slow monitor looks like: nothing to await
 	if hw.cfg.Boot {
@@ -161,12 +165,10 @@ func (hw *hardware) record() error {
 	return os.Rename(path+".new", path)
 }
 
-// idle is the idle thread.
-func idle() {
+// idle is the idle thread, once it has sent nil. It ends with the process.
+func idle(named chan<- error) {
 	runtime.LockOSThread()
-	if err := os.WriteFile("/proc/thread-self/comm", []byte(idleThread), 0); err != nil {
-		return
-	}
+	named <- os.WriteFile("/proc/thread-self/comm", []byte(idleThread), 0)
 	for {
 		_, _ = unix.Poll(nil, -1)
 	}

@@ -2,6 +2,7 @@ package vmmtest
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"testing"
 	"time"
@@ -108,7 +109,8 @@ func (s *suite) testBootCancelled(t *testing.T) {
 // testFreeze makes the template of all other tests.
 func (s *suite) testFreeze(t *testing.T) {
 	parent, ram := s.boot(t)
-	s.write(t, parent, "parent")
+	mark := "made-by-the-parent-" + rand.Text()
+	s.write(t, parent, mark)
 	if err := parent.Pause(s.step(t)); err != nil {
 		t.Fatalf("Pause: %v", err)
 	}
@@ -127,7 +129,7 @@ func (s *suite) testFreeze(t *testing.T) {
 	if err := memory.Seal(ram); err != nil {
 		t.Fatalf("seal the memory of a killed parent: %v", err)
 	}
-	s.template = template{ram: dup(t, ram), state: state, digest: digest(t, ram)}
+	s.template = template{ram: dup(t, ram), state: state, digest: digest(t, ram), mark: mark}
 }
 
 func (s *suite) testTemplateUnchanged(t *testing.T) {

@@ -28,7 +28,7 @@ func (s *suite) testChildren(t *testing.T) {
 		if want := fmt.Sprintf("child-%d", i); err != nil || got != want {
 			t.Errorf("name of child %d: got %q (%v), want %q", i, got, err, want)
 		}
-		s.checkRead(t, child, "parent")
+		s.checkRead(t, child, s.template.mark)
 		p := child.Process()
 		if _, ticks, err := stat(p.PID); err != nil || ticks != p.StartTicks || seen[p.PID] {
 			t.Errorf("Process: got pid %d started at tick %d; the kernel says %d (%v); seen before: %v", p.PID, p.StartTicks, ticks, err, seen[p.PID])
@@ -40,11 +40,11 @@ func (s *suite) testChildren(t *testing.T) {
 func (s *suite) testMemoryIsolation(t *testing.T) {
 	a, b := s.fork(t, "a"), s.fork(t, "b")
 	s.write(t, a, "written-by-a")
-	s.checkRead(t, b, "parent")
+	s.checkRead(t, b, s.template.mark)
 	s.write(t, b, "written-by-b")
 	s.checkRead(t, a, "written-by-a")
 	later := s.fork(t, "later")
-	s.checkRead(t, later, "parent")
+	s.checkRead(t, later, s.template.mark)
 	if got := digest(t, s.template.ram); got != s.template.digest {
 		t.Errorf("digest of the template's memory: got %s, want %s", got, s.template.digest)
 	}
@@ -192,7 +192,7 @@ func (s *suite) testPauseStopsProgress(t *testing.T) {
 		}
 		s.ping(t, child)
 	}
-	s.checkRead(t, child, "parent")
+	s.checkRead(t, child, s.template.mark)
 }
 
 // checkSilent checks that a paused guest answers nothing.
@@ -227,7 +227,7 @@ func (s *suite) testSaveTwice(t *testing.T) {
 		}
 		v := s.withAgent(child, false)
 		s.ping(t, v)
-		s.checkRead(t, v, "parent")
+		s.checkRead(t, v, s.template.mark)
 		v.agent.close()
 	}
 }

@@ -85,7 +85,7 @@ func (r *randomRun) step() {
 }
 
 func (r *randomRun) fork() {
-	m := &modelVM{vm: r.suite.fork(r.t, fmt.Sprintf("r%d", len(r.log))), text: "parent"}
+	m := &modelVM{vm: r.suite.fork(r.t, fmt.Sprintf("r%d", len(r.log))), text: r.template.mark}
 	r.log = append(r.log, fmt.Sprintf("fork %d", m.Process().PID))
 	r.live = append(r.live, m)
 }
