@@ -25,8 +25,6 @@ const (
 	pollCount
 )
 
-const pollDead = unix.POLLHUP | unix.POLLERR | unix.POLLNVAL
-
 // reader takes the messages of a connection apart.
 type reader struct {
 	dec agentproto.Decoder
