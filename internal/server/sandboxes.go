@@ -19,18 +19,15 @@ func (s *Server) listSandboxes(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	shown := make([]api.SandboxInfo, 0, len(list))
-	for _, sb := range list {
-		if all || alive(sb.State) {
-			shown = append(shown, sandboxInfo(sb))
+	if all {
+		ended, err := s.Service.Ended(r.Context())
+		if err != nil {
+			return err
 		}
+		list = append(list, ended...)
 	}
-	writeJSON(w, http.StatusOK, shown)
+	writeJSON(w, http.StatusOK, mapped(list, sandboxInfo))
 	return nil
-}
-
-func alive(state sandbox.State) bool {
-	return state != sandbox.StateStopped && state != sandbox.StateFailed
 }
 
 func (s *Server) getSandbox(w http.ResponseWriter, r *http.Request) error {

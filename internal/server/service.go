@@ -36,7 +36,8 @@ type Pools interface {
 // Sandboxes starts and ends children.
 type Sandboxes interface {
 	Fork(context.Context, sandbox.ForkRequest) ([]sandbox.ForkResult, error)
-	Sandboxes(context.Context) ([]sandbox.Sandbox, error)
+	Sandboxes(context.Context) ([]sandbox.Sandbox, error) // those that live
+	Ended(context.Context) ([]sandbox.Sandbox, error)     // those that ended and are still remembered
 	Sandbox(ctx context.Context, id string) (sandbox.Sandbox, error)
 	Kill(ctx context.Context, id string) error
 	Extend(ctx context.Context, id string, timeout time.Duration) (sandbox.Sandbox, error)
@@ -51,7 +52,7 @@ type Guests interface {
 	Usage(ctx context.Context, id string) (memory.Usage, error)
 }
 
-// Images builds and keeps root file systems. *image.Store has most of it; the rest is a matter of wiring.
+// Images builds and keeps root file systems. *image.Store has most of it; Remove must know who uses an image.
 type Images interface {
 	Build(context.Context, image.BuildSpec, func(image.Progress)) (image.Image, error)
 	Get(nameOrID string) (image.Image, error)

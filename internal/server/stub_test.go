@@ -106,9 +106,12 @@ func (s *stub) Fork(ctx context.Context, r sandbox.ForkRequest) ([]sandbox.ForkR
 }
 
 func (s *stub) Sandboxes(context.Context) ([]sandbox.Sandbox, error) {
+	return []sandbox.Sandbox{stubSandbox(0)}, s.fail
+}
+func (s *stub) Ended(context.Context) ([]sandbox.Sandbox, error) {
 	ended := stubSandbox(1)
 	ended.State, ended.EndedAt = sandbox.StateStopped, stubTime
-	return []sandbox.Sandbox{stubSandbox(0), ended}, s.fail
+	return []sandbox.Sandbox{ended}, s.fail
 }
 func (s *stub) Sandbox(context.Context, string) (sandbox.Sandbox, error) {
 	return stubSandbox(0), s.fail

@@ -1,0 +1,8 @@
+package main
+
+// imageCmd is the group of commands for images; each has a file of its own.
+type imageCmd struct {
+	Build imageBuildCmd `cmd:"" help:"Build an image from Debian packages, or from a root file system of your own."`
+	Ls    imageLsCmd    `cmd:"" help:"List the images."`
+	Rm    imageRmCmd    `cmd:"" help:"Remove images that no snapshot uses."`
+}

@@ -1,0 +1,42 @@
+package main
+
+import "github.com/forkd/forkd/client"
+
+type statsCmd struct {
+	IDs []string `arg:"" optional:"" name:"ids" help:"Ids of sandboxes. Default: all."`
+}
+
+// Run shows the memory that sandboxes use.
+func (c *statsCmd) Run(p *program) error {
+	cl, err := p.client()
+	if err != nil {
+		return err
+	}
+	targets := c.IDs
+	if len(targets) == 0 {
+		list, err := cl.Sandboxes(p.ctx, false)
+		if err != nil {
+			return err
+		}
+		targets = ids(list)
+	}
+	all := []client.Stats{}
+	for _, id := range targets {
+		s, err := cl.Stats(p.ctx, id)
+		if len(c.IDs) == 0 && (client.IsCode(err, "sandbox_not_found") || client.IsCode(err, "sandbox_gone")) {
+			continue // it ended after it was listed
+		}
+		if err != nil {
+			return err
+		}
+		all = append(all, s)
+	}
+	if p.cli.JSON {
+		return p.printJSON(all)
+	}
+	var rows [][]string
+	for _, s := range all {
+		rows = append(rows, []string{s.ID, size(s.GuestAnonKiB << 10), size(s.GuestPSSKiB << 10), size(s.PSSKiB << 10), size(s.RSSKiB << 10)})
+	}
+	return p.table([]string{"ID", "OWN MEMORY", "GUEST SHARE", "PROCESS SHARE", "RESIDENT"}, rows)
+}

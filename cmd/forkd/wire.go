@@ -1,0 +1,190 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/client"
+	"github.com/forkd/forkd/internal/image"
+	"github.com/forkd/forkd/internal/image/agentbin"
+	"github.com/forkd/forkd/internal/memory"
+	"github.com/forkd/forkd/internal/sandbox"
+	"github.com/forkd/forkd/internal/snapshot"
+	"github.com/forkd/forkd/internal/store"
+	"github.com/forkd/forkd/internal/vmm"
+	"github.com/forkd/forkd/internal/vmm/qemu"
+)
+
+// parts are what a daemon is made of and tests replace.
+type parts struct {
+	engine func(f *daemonFlags, log *slog.Logger) vmm.Engine
+	agent  func() ([]byte, error) // the guest's agent, for images
+}
+
+func productParts() parts {
+	return parts{
+		engine: func(f *daemonFlags, log *slog.Logger) vmm.Engine {
+			return qemu.New(qemu.Options{Binary: f.QEMU, Accel: f.Accel, Log: log})
+		},
+		agent: agentbin.Agent,
+	}
+}
+
+// daemonFlags say where a daemon keeps things and what it may use.
+type daemonFlags struct {
+	Data            string `placeholder:"DIR" help:"Images, snapshots and state. Default: /var/lib/forkd, or below $$XDG_DATA_HOME."`
+	RunDir          string `name:"run" placeholder:"DIR" help:"Sockets and records of running machines. Default: /run/forkd, or below $$XDG_RUNTIME_DIR."`
+	Cache           string `placeholder:"DIR" help:"What makes builds of images faster and may be deleted. Default: /var/cache/forkd, or below $$XDG_CACHE_HOME."`
+	Engine          string `enum:"qemu" default:"qemu" help:"What runs machines: ${enum}."`
+	QEMU            string `name:"qemu" placeholder:"FILE" help:"The QEMU binary. Default: the one in $$PATH."`
+	Accel           string `enum:"auto,kvm,tcg" default:"auto" help:"KVM, emulation, or KVM if a test guest runs on it: ${enum}."`
+	MemoryBudgetMiB int64  `name:"memory-budget-mib" placeholder:"MIB" help:"Memory for machines in all. Default: what the host has to spare."`
+	CacheMemoryMiB  int64  `name:"resident-mib" placeholder:"MIB" help:"Memory for snapshots that are loaded and not in use. Default: a quarter of the host's."`
+	MaxLaunches     int    `placeholder:"N" help:"Machines that are started at the same time; the others wait. Default: the number of CPUs."`
+}
+
+// fillDefaults decides where things are: system directories for root, the user's own for others.
+func (f *daemonFlags) fillDefaults(getenv func(string) string) error {
+	home := getenv("HOME")
+	for _, d := range []struct {
+		dir                  *string
+		root, variable, user string
+	}{
+		{&f.Data, "/var/lib/forkd", "XDG_DATA_HOME", ".local/share"},
+		{&f.Cache, "/var/cache/forkd", "XDG_CACHE_HOME", ".cache"},
+	} {
+		switch {
+		case *d.dir != "":
+		case os.Geteuid() == 0:
+			*d.dir = d.root
+		case getenv(d.variable) != "":
+			*d.dir = filepath.Join(getenv(d.variable), "forkd")
+		default:
+			*d.dir = filepath.Join(home, d.user, "forkd")
+		}
+	}
+	if f.RunDir == "" {
+		f.RunDir = filepath.Dir(client.SocketPath(getenv))
+	}
+	for _, dir := range []*string{&f.Data, &f.Cache, &f.RunDir} {
+		abs, err := filepath.Abs(*dir)
+		if err != nil {
+			return fmt.Errorf("directory %s: %w", *dir, err)
+		}
+		*dir = abs
+	}
+	return nil
+}
+
+// daemon is everything that is open while a daemon runs.
+type daemon struct {
+	engine  vmm.Engine
+	images  *imageService
+	manager *sandbox.Manager
+	closers []func() error // in the order of opening
+}
+
+// openDaemon opens the stores and builds the domain over them. killAll makes its shutdown end the sandboxes as well.
+func (p *program) openDaemon(f *daemonFlags, log *slog.Logger, killAll bool) (_ *daemon, err error) {
+	d := &daemon{}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, d.close())
+		}
+	}()
+	for _, dir := range []string{f.Data, f.RunDir, f.Cache} {
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			return nil, fmt.Errorf("make the daemon's directory: %w", err)
+		}
+	}
+	if err := d.lock(filepath.Join(f.Data, "lock")); err != nil {
+		return nil, err
+	}
+	db, err := store.Open(filepath.Join(f.Data, "forkd.db"))
+	if err != nil {
+		return nil, err
+	}
+	d.closers = append(d.closers, db.Close)
+	snapshots, err := snapshot.Open(filepath.Join(f.Data, "snapshots"))
+	if err != nil {
+		return nil, err
+	}
+	agent, agentErr := p.parts.agent()
+	images, err := image.Open(filepath.Join(f.Data, "images"), f.Cache, agent)
+	if err != nil {
+		return nil, err
+	}
+	d.engine = p.parts.engine(f, log.With("part", "engine"))
+	d.manager, err = sandbox.New(sandbox.Config{
+		Engine: d.engine, Images: images, Snapshots: snapshots, Memory: memory.NewCache(residentBudget(f)), DB: db, RunDir: f.RunDir,
+		Limits: sandbox.Limits{Launches: f.MaxLaunches, MemoryBudget: f.MemoryBudgetMiB << 20},
+		Log:    log.With("part", "sandbox"), KillOnShutdown: killAll,
+	})
+	if err != nil {
+		return nil, err
+	}
+	d.images = &imageService{Store: images, inUse: d.manager.ImageInUse, agentErr: agentErr}
+	return d, nil
+}
+
+// residentBudget is the memory for images that nothing uses at the moment.
+func residentBudget(f *daemonFlags) int64 {
+	if f.CacheMemoryMiB > 0 {
+		return f.CacheMemoryMiB << 20
+	}
+	var info unix.Sysinfo_t
+	if unix.Sysinfo(&info) != nil {
+		return 1 << 30
+	}
+	return int64(info.Totalram) * int64(info.Unit) / 4
+}
+
+// lock keeps a second daemon away from the same data.
+func (d *daemon) lock(path string) error {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return fmt.Errorf("lock the data directory: %w", err)
+	}
+	d.closers = append(d.closers, f.Close)
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		return &codedError{code: exitError, err: fmt.Errorf("the data in %s is in use by another daemon", filepath.Dir(path)),
+			hint: "use that daemon, stop it, or give this one a --data and a --run of its own"}
+	}
+	return nil
+}
+
+// close closes what was opened, the last first.
+func (d *daemon) close() error {
+	var errs []error
+	for i := len(d.closers) - 1; i >= 0; i-- {
+		errs = append(errs, d.closers[i]())
+	}
+	d.closers = nil
+	return errors.Join(errs...)
+}
+
+// imageService is the image store as the server wants it: who uses an image is known to the domain.
+type imageService struct {
+	*image.Store
+	inUse    func(id string) error
+	agentErr error // why there is no agent to put into images
+}
+
+// Build implements server.Images.
+func (s *imageService) Build(ctx context.Context, spec image.BuildSpec, progress func(image.Progress)) (image.Image, error) {
+	if s.agentErr != nil {
+		return image.Image{}, fmt.Errorf("build image %s: %w", spec.Name, s.agentErr)
+	}
+	return s.Store.Build(ctx, spec, progress)
+}
+
+// Remove implements server.Images.
+func (s *imageService) Remove(_ context.Context, nameOrID string) error {
+	return s.Store.Remove(nameOrID, s.inUse)
+}
