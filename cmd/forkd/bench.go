@@ -1,0 +1,71 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/forkd/forkd/internal/bench"
+)
+
+// benchLimit bounds a whole benchmark.
+const benchLimit = 30 * time.Minute
+
+type benchCmd struct {
+	Tag  string `required:"" help:"Snapshot whose children are measured."`
+	N    int    `short:"n" default:"10" help:"Children at a time, each asked for by a request of its own."`
+	Only string `enum:",cold,claim" default:"" help:"Measure cold forks or claims from a full pool only."`
+}
+
+// Run measures forks of a snapshot through the daemon's API. Children that fail make it fail.
+func (c *benchCmd) Run(p *program) error {
+	if c.N < 1 || c.N > 1000 {
+		return badUsage("choose 1 to 1000", "-n %d: not a number of children that can be started", c.N)
+	}
+	cl, err := p.client()
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(p.ctx, benchLimit)
+	defer cancel()
+	r, err := bench.Bench(ctx, cl, bench.Options{Tag: c.Tag, N: c.N, Only: c.Only, Progress: p.say})
+	if err != nil {
+		return err
+	}
+	if p.cli.JSON {
+		err = p.printJSON(r)
+	} else {
+		err = p.printBench(r)
+	}
+	for _, run := range []*bench.Run{r.Cold, r.Claim} {
+		if run != nil && run.Failed > 0 {
+			err = errors.Join(err, fmt.Errorf("%d of %d children failed: %s", run.Failed, run.N, run.Errors[0].Error))
+		}
+	}
+	return err
+}
+
+func (p *program) printBench(r bench.Report) error {
+	var rows [][]string
+	add := func(name string, run *bench.Run) {
+		if run == nil {
+			return
+		}
+		row := func(what string, t bench.Times) {
+			rows = append(rows, []string{name + what, fmt.Sprint(run.N), fmt.Sprint(run.Failed), millis(t.P50MS), millis(t.P90MS), millis(t.P99MS), millis(t.AllMS)})
+		}
+		row(", identity acknowledged", run.Ready)
+		row(", first answer", run.Answer)
+	}
+	add("cold", r.Cold)
+	add("from the pool", r.Claim)
+	if err := p.table([]string{"FORK", "CHILDREN", "FAILED", "P50", "P90", "P99", "ALL"}, rows); err != nil {
+		return err
+	}
+	if r.Memory != nil {
+		fmt.Fprintf(p.stdout, "\nmemory a child adds: %s of the guest's, %s with its monitor and its share of the parent's\n",
+			size(r.Memory.AnonKiBP50<<10), size(r.Memory.PSSKiBP50<<10))
+	}
+	return nil
+}
