@@ -3,11 +3,9 @@ package snapshot
 import (
 	"fmt"
 
+	"github.com/forkd/forkd/internal/hostcpu"
 	"github.com/forkd/forkd/internal/vmm"
 )
-
-// tscTolerance is the part of the rate by which two measurements of one clock may differ.
-const tscTolerance = 1000 // 0.1 %
 
 // IncompatibleError says why a snapshot can't be restored here. It is vmm.ErrIncompatible.
 type IncompatibleError struct {
@@ -40,13 +38,9 @@ func Compat(m Manifest, now vmm.Info) error {
 			return &IncompatibleError{Snapshot: m.ID, Field: f.name, Made: f.made, Now: f.now, Advice: f.advice}
 		}
 	}
-	if !sameRate(m.Engine.TSCkHz, now.TSCkHz) {
+	if made := m.Engine.TSCkHz; made != now.TSCkHz && !hostcpu.Compatible(made, now.TSCkHz) {
 		return &IncompatibleError{Snapshot: m.ID, Field: "TSC rate in kHz", Made: fmt.Sprint(m.Engine.TSCkHz), Now: fmt.Sprint(now.TSCkHz),
 			Advice: "the guest's clock would run at the wrong speed: move it to a host with the same rate (within 0.1 %), " + rebuild}
 	}
 	return nil
-}
-
-func sameRate(a, b uint64) bool {
-	return max(a, b)-min(a, b) <= max(a, b)/tscTolerance
 }

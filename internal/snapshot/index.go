@@ -139,12 +139,12 @@ func (x *index) checkContent() error {
 	if x.logical <= 0 || x.logical > maxMemMiB<<20 || x.logical%memory.PageSize != 0 {
 		return fmt.Errorf("index is of %d bytes of memory", x.logical)
 	}
-	for name, extents := range map[string][]memory.Extent{"data": x.data, "zero": x.zero} {
+	for _, extents := range [][]memory.Extent{x.data, x.zero} {
 		if !memory.IsNormal(extents) {
-			return fmt.Errorf("%s extents of the index are not sorted and disjoint", name)
+			return errors.New("extents of the index are not sorted and disjoint")
 		}
 		if n := len(extents); n > 0 && extents[n-1].End() > uint64(x.logical/memory.PageSize) {
-			return fmt.Errorf("%s extents of the index reach page %d of %d", name, extents[n-1].End(), x.logical/memory.PageSize)
+			return fmt.Errorf("extents of the index reach page %d of %d", extents[n-1].End(), x.logical/memory.PageSize)
 		}
 	}
 	if len(x.zero) > 0 && !x.layer {

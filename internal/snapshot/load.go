@@ -42,17 +42,24 @@ func (s *Store) Acquire(ctx context.Context, cache *memory.Cache, id string) (*m
 		if err != nil {
 			return nil, err
 		}
-		m := chain[len(chain)-1]
-		if m.Parent == "" {
-			return s.loadOne(ctx, m, nil)
-		}
-		parent, err := s.Acquire(ctx, cache, m.Parent)
-		if err != nil {
-			return nil, err
-		}
-		defer parent.Release()
-		return s.loadOne(ctx, m, parent.Image())
+		return s.loadTip(ctx, cache, chain)
 	})
+}
+
+// loadTip loads the last snapshot of a chain over the image of the one before it, which it takes from the cache.
+func (s *Store) loadTip(ctx context.Context, cache *memory.Cache, chain []Manifest) (*memory.Image, error) {
+	below, tip := chain[:len(chain)-1], chain[len(chain)-1]
+	if len(below) == 0 {
+		return s.loadOne(ctx, tip, nil)
+	}
+	parent, err := cache.Acquire(ctx, tip.Parent, func(ctx context.Context) (*memory.Image, error) {
+		return s.loadTip(ctx, cache, below)
+	})
+	if err != nil {
+		return nil, err
+	}
+	defer parent.Release()
+	return s.loadOne(ctx, tip, parent.Image())
 }
 
 // loadOne reads the memory of one snapshot over the image it rests on; nil for none. It leaves that image to its owner.
@@ -150,7 +157,7 @@ func (s *Store) readIndex(m Manifest) (*index, error) {
 	corrupt := func(reason, want, got string, err error) error {
 		return &CorruptError{Snapshot: m.ID, File: indexFile, Offset: -1, Reason: reason, Expected: want, Actual: got, Err: err}
 	}
-	file, err := readLimited(filepath.Join(s.Dir(m.ID), indexFile), maxIndexBytes(m.Memory.LogicalBytes))
+	file, err := readLimited(filepath.Join(s.Dir(m.ID), indexFile), maxIndexBytes)
 	if isNotExist(err) {
 		return nil, corrupt("missing", "", "", nil)
 	}
@@ -172,12 +179,6 @@ func (s *Store) readIndex(m Manifest) (*index, error) {
 		return nil, corrupt("a layer needs a parent, and nothing else has one", fmt.Sprintf("layer: %v", x.layer), fmt.Sprintf("parent: %q", m.Parent), nil)
 	}
 	return x, nil
-}
-
-// maxIndexBytes is how long the index of so much memory can be: an extent for every page.
-func maxIndexBytes(logical int64) int64 {
-	pages, chunks := logical/memory.PageSize, logical/ChunkBytes+1
-	return int64(indexHeader) + pages*extentBytes + chunks*(digestBytes+4) + digestBytes
 }
 
 func (r *memoryReader) Close() error { return r.file.Close() }

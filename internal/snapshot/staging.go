@@ -28,6 +28,8 @@ type Staging struct {
 	open   []*os.File // written, not yet synced
 	index  *index     // nil: no memory yet
 	device Blob       // without a digest: no device state yet
+
+	prepared bool // all is durable
 }
 
 // Stage begins a snapshot. It refuses an id that is taken with ErrExists.
@@ -105,10 +107,18 @@ func (st *Staging) writeMemory(ctx context.Context, src *source, layer bool) err
 	if err := src.punch(x.data); err != nil {
 		return err
 	}
+	return st.writeIndex(x)
+}
+
+func (st *Staging) writeIndex(x *index) error {
+	file := x.encode()
+	if len(file) > maxIndexBytes {
+		return fmt.Errorf("%w: its pages are in too many runs (%d)", ErrInvalid, len(x.data)+len(x.zero))
+	}
 	if err := st.store.hook(StepIndex); err != nil {
 		return err
 	}
-	if err := st.writeFile(indexFile, x.encode()); err != nil {
+	if err := st.writeFile(indexFile, file); err != nil {
 		return err
 	}
 	st.index = x
@@ -150,16 +160,38 @@ func (st *Staging) writeDevice(ctx context.Context, data []byte) error {
 // Publish makes the snapshot durable and gives it its name, at once and for good. It completes the manifest (format, id, memory,
 // device; the time if it is zero) and returns it. ErrExists: the id was taken meanwhile.
 func (st *Staging) Publish(ctx context.Context, m Manifest) (Manifest, error) {
-	err := st.do("publish", func() error {
-		if err := st.complete(&m); err != nil {
-			return err
-		}
-		return st.publish(ctx, m)
-	})
+	m, err := st.Prepare(ctx, m)
 	if err != nil {
 		return Manifest{}, err
 	}
+	if err := st.Commit(); err != nil {
+		return Manifest{}, err
+	}
 	return m, nil
+}
+
+// Prepare is the first part of Publish: all is durable, and nothing has its name yet.
+func (st *Staging) Prepare(ctx context.Context, m Manifest) (Manifest, error) {
+	err := st.do("prepare", func() error {
+		if err := st.complete(&m); err != nil {
+			return err
+		}
+		if err := st.prepare(m); err != nil {
+			return err
+		}
+		return ctx.Err()
+	})
+	return m, err
+}
+
+// Commit is the second part of Publish: the snapshot gets its name.
+func (st *Staging) Commit() error {
+	return st.do("publish", func() error {
+		if !st.prepared {
+			return fmt.Errorf("%w: it was not prepared", ErrInvalid)
+		}
+		return st.rename()
+	})
 }
 
 // complete fills in what the staging knows.
@@ -185,7 +217,7 @@ func (st *Staging) complete(m *Manifest) error {
 	return nil
 }
 
-func (st *Staging) publish(ctx context.Context, m Manifest) error {
+func (st *Staging) prepare(m Manifest) error {
 	file, err := m.Encode()
 	if err != nil {
 		return err
@@ -202,13 +234,8 @@ func (st *Staging) publish(ctx context.Context, m Manifest) error {
 	if err := st.store.hook(StepSyncStaging); err != nil {
 		return err
 	}
-	if err := syncDir(st.dir); err != nil {
-		return err
-	}
-	if err := ctx.Err(); err != nil {
-		return err
-	}
-	return st.rename()
+	st.prepared = true
+	return syncDir(st.dir)
 }
 
 func (st *Staging) syncFiles() error {

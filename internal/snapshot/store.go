@@ -67,6 +67,9 @@ func Open(dir string, options ...Option) (*Store, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("snapshot store: %w", err)
 	}
+	if err := syncDir(filepath.Dir(dir)); err != nil {
+		return nil, fmt.Errorf("snapshot store: %w", err)
+	}
 	if err := s.sweep(); err != nil {
 		return nil, fmt.Errorf("snapshot store %s: remove leftovers: %w", dir, err)
 	}

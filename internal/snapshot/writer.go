@@ -17,18 +17,19 @@ import (
 // writebackBytes is how much is written before the disk is told to begin: it works while the rest is being hashed.
 const writebackBytes = 8 << 20
 
-// memoryWriter packs the pages of a source into a memory file. One goroutine reads and packs, one per core hashes and compresses,
-// one writes, in order.
+// memoryWriter writes a memory file. One goroutine fills chunks, one per core hashes and compresses them, one writes, in order.
 type memoryWriter struct {
 	file     *os.File
 	compress bool
 	hook     func(Step) error
+	check    func(j *job) error // after hashing; nil: any chunk will do
 
 	buffers sync.Pool // of *[]byte, ChunkBytes long
 }
 
 // job is a chunk on its way through the pipeline.
 type job struct {
+	index  int     // of the chunk
 	pages  *[]byte // pooled
 	n      int     // bytes of pages
 	sum    [digestBytes]byte
@@ -36,10 +37,22 @@ type job struct {
 	hashed chan struct{} // closed when sum and out are there
 }
 
-// write stores the source and returns its index, without zero extents.
+// write stores the source's pages that are not zero, and returns their index, without zero extents.
 func (w *memoryWriter) write(ctx context.Context, src *source) (*index, error) {
-	w.buffers.New = func() any { b := make([]byte, ChunkBytes); return &b }
 	x := &index{logical: src.bytes}
+	err := w.run(ctx, x, func(emit func(*job) error) error {
+		p := packer{w: w, emit: emit}
+		err := p.pack(src)
+		x.data = p.data
+		return err
+	})
+	return x, err
+}
+
+// run writes the chunks that produce emits and notes their digests and sizes in x.
+func (w *memoryWriter) run(ctx context.Context, x *index, produce func(emit func(*job) error) error) error {
+	w.buffers.New = func() any { b := make([]byte, ChunkBytes); return &b }
+	x.sums, x.stored = nil, nil
 	workers := runtime.GOMAXPROCS(0)
 	group, ctx := errgroup.WithContext(ctx)
 	toHash := make(chan *job, workers)
@@ -47,19 +60,17 @@ func (w *memoryWriter) write(ctx context.Context, src *source) (*index, error) {
 	group.Go(func() error {
 		defer close(toHash)
 		defer close(toWrite)
-		p := packer{w: w, emit: func(j *job) error { return send(ctx, j, toWrite, toHash) }}
-		err := p.pack(src)
-		x.data = p.data
-		return err
+		return produce(func(j *job) error { return send(ctx, j, toWrite, toHash) })
 	})
 	for range workers {
 		group.Go(func() error { return w.hash(toHash) })
 	}
 	group.Go(func() error { return w.writeChunks(ctx, toWrite, x) })
-	if err := group.Wait(); err != nil {
-		return nil, err
-	}
-	return x, nil
+	return group.Wait()
+}
+
+func (w *memoryWriter) newJob(index int) *job {
+	return &job{index: index, pages: w.buffers.Get().(*[]byte), hashed: make(chan struct{})}
 }
 
 // send queues a job for writing first, so that the order of the file is the order of the pages.
@@ -86,6 +97,11 @@ func (w *memoryWriter) hash(in <-chan *job) error {
 	for j := range in {
 		raw := (*j.pages)[:j.n]
 		j.sum, j.out = sha256.Sum256(raw), raw
+		if w.check != nil {
+			if err := w.check(j); err != nil {
+				return err
+			}
+		}
 		if enc != nil {
 			if small := enc.EncodeAll(raw, nil); len(small) < len(raw)-len(raw)/16 {
 				j.out = small
@@ -129,6 +145,7 @@ type packer struct {
 	emit func(*job) error
 	data []memory.Extent // pages emitted so far or in the current chunk
 	cur  *job
+	done int // chunks emitted
 }
 
 func (p *packer) pack(src *source) error {
@@ -150,7 +167,7 @@ func (p *packer) pack(src *source) error {
 // fill reads as many pages of e as fit behind the current chunk's and keeps those that are not zero. It returns how many it read.
 func (p *packer) fill(src *source, e memory.Extent) (uint64, error) {
 	if p.cur == nil {
-		p.cur = &job{pages: p.w.buffers.Get().(*[]byte), hashed: make(chan struct{})}
+		p.cur = p.w.newJob(p.done)
 	}
 	free := (*p.cur.pages)[p.cur.n:]
 	window := free[:min(int64(len(free)), e.Bytes())]
@@ -200,5 +217,6 @@ func (p *packer) note(e memory.Extent) {
 func (p *packer) flush() error {
 	j := p.cur
 	p.cur = nil
+	p.done++
 	return p.emit(j)
 }
