@@ -25,7 +25,7 @@ func (b *build) run(ctx context.Context, c command) ([]byte, error) {
 
 // Build makes an image, publishes it and moves the name to it. If the name's image was made from the very same things it is returned
 // as it is, unless spec.Force. A build that fails or whose ctx ends leaves nothing behind but what the cache may keep: complete
-// kernels and root file systems. report, which may be nil, is called from one goroutine. One build runs at a time, others wait.
+// kernels and root file systems. report, which may be nil, is never called twice at a time. One build runs at a time, others wait.
 func (s *Store) Build(ctx context.Context, spec BuildSpec, report func(Progress)) (Image, error) {
 	spec, err := spec.normalise()
 	if err != nil {

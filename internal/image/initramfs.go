@@ -57,10 +57,7 @@ func (b *build) selectModules(ctx context.Context, k kernel, rootfsType string) 
 	if k.modules == "" {
 		return nil, nil
 	}
-	unxz := func(path string) ([]byte, error) {
-		return b.run(ctx, command{name: "xz", args: []string{"-dc", "--memlimit-decompress=256MiB", path}, timeout: time.Minute})
-	}
-	tree, err := openModules(k.modules, k.version, unxz)
+	tree, err := openModules(k.modules, k.version, b.unxz(ctx))
 	if err != nil {
 		return nil, err
 	}
@@ -69,4 +66,11 @@ func (b *build) selectModules(ctx context.Context, k kernel, rootfsType string) 
 		return nil, fmt.Errorf("%w: %w: give modules that match the kernel (looked in %s)", ErrInvalid, err, filepath.Clean(k.modules))
 	}
 	return modules, err
+}
+
+// unxz returns a function that unpacks a file with xz: there is no decoder for that in the standard library.
+func (b *build) unxz(ctx context.Context) func(path string) ([]byte, error) {
+	return func(path string) ([]byte, error) {
+		return b.run(ctx, command{name: "xz", args: []string{"-dc", "--memlimit-decompress=256MiB", path}, timeout: time.Minute})
+	}
 }

@@ -127,13 +127,15 @@ func (t *moduleTree) read(name string) (module, error) {
 	if err != nil {
 		return module{}, fmt.Errorf("read module %s: %w", path, err)
 	}
-	needs, err := moduleNeeds(data)
+	info, err := readModinfo(data)
 	if err != nil {
 		return module{}, fmt.Errorf("module %s: %w", path, err)
 	}
+	if info.kernel != t.version {
+		return module{}, fmt.Errorf("module %s is for kernel %s, not for %s", path, info.kernel, t.version)
+	}
 	var have []string
-	for _, need := range needs {
-		// A soft dependency may be missing; so may one of a kernel that was built without it.
+	for _, need := range info.needs {
 		if _, ok := t.files[need.name]; ok || !need.soft {
 			have = append(have, need.name)
 		}
@@ -145,38 +147,46 @@ func (t *moduleTree) read(name string) (module, error) {
 
 type moduleNeed struct {
 	name string
-	soft bool
+	soft bool // it may be missing
 }
 
-// moduleNeeds reads the "depends" and "softdep=pre:" entries of a module's .modinfo section.
-func moduleNeeds(ko []byte) ([]moduleNeed, error) {
+// modinfo is what a module says of itself.
+type modinfo struct {
+	kernel string // the version it was built for
+	needs  []moduleNeed
+}
+
+// readModinfo reads the "vermagic", "depends" and "softdep=pre:" entries of a module's .modinfo section.
+func readModinfo(ko []byte) (modinfo, error) {
+	var info modinfo
 	f, err := elf.NewFile(bytes.NewReader(ko))
 	if err != nil {
-		return nil, fmt.Errorf("not a kernel module: %w", err)
+		return info, fmt.Errorf("not a kernel module: %w", err)
 	}
 	section := f.Section(".modinfo")
 	if section == nil {
-		return nil, errors.New("not a kernel module: it has no .modinfo section")
+		return info, errors.New("not a kernel module: it has no .modinfo section")
 	}
-	info, err := section.Data()
+	entries, err := section.Data()
 	if err != nil {
-		return nil, fmt.Errorf("read .modinfo: %w", err)
+		return info, fmt.Errorf("read .modinfo: %w", err)
 	}
-	var needs []moduleNeed
-	for entry := range strings.SplitSeq(string(info), "\x00") {
+	for entry := range strings.SplitSeq(string(entries), "\x00") {
 		key, value, _ := strings.Cut(entry, "=")
 		switch key {
+		case "vermagic":
+			info.kernel, _, _ = strings.Cut(value, " ")
 		case "depends":
 			for name := range strings.SplitSeq(value, ",") {
 				if name != "" {
-					needs = append(needs, moduleNeed{strings.ReplaceAll(name, "-", "_"), false})
+					info.needs = append(info.needs, moduleNeed{strings.ReplaceAll(name, "-", "_"), false})
 				}
 			}
 		case "softdep":
-			needs = append(needs, softNeeds(value)...)
+			info.needs = append(info.needs, softNeeds(value)...)
 		}
 	}
-	return needs, nil
+	return info, nil
 }
 
 // softNeeds parses "pre: a b post: c": what follows pre is loaded before.

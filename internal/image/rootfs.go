@@ -33,8 +33,8 @@ func debianKey(s BuildSpec) string {
 	return digest(raw)
 }
 
-// debianRootfs returns the root file system for the packages of the specification, from the cache if it is there.
-func (b *build) debianRootfs(ctx context.Context, st *staging) (rootfs, error) {
+// debianRootfs returns the root file system for the packages of the specification, which it makes if the cache has none.
+func (b *build) debianRootfs(ctx context.Context) (_ rootfs, err error) {
 	key := debianKey(b.spec)
 	dir := filepath.Join(b.store.cacheDir, "roots", key)
 	if !b.spec.Force {
@@ -43,12 +43,17 @@ func (b *build) debianRootfs(ctx context.Context, st *staging) (rootfs, error) {
 			return r, nil
 		}
 	}
-	tree := st.path("root")
+	st, err := newStaging(b.store.cacheDir)
+	if err != nil {
+		return rootfs{}, err
+	}
+	defer func() { err = errors.Join(err, st.remove()) }()
+
+	tree, made := st.path("root"), st.path("made")
 	if err := b.bootstrap(ctx, st, tree); err != nil {
 		return rootfs{}, err
 	}
 	b.report(Progress{Step: "rootfs", Detail: "creating the erofs image"})
-	made := st.path("made")
 	if err := os.Mkdir(made, 0o755); err != nil {
 		return rootfs{}, fmt.Errorf("stage root file system: %w", err)
 	}
@@ -56,7 +61,7 @@ func (b *build) debianRootfs(ctx context.Context, st *staging) (rootfs, error) {
 	if err != nil {
 		return rootfs{}, err
 	}
-	return b.keepRootfs(st, r, made, dir)
+	return keepRootfs(st, r, made, dir)
 }
 
 // cachedRootfs reads an entry of the cache and checks that it is what was put there.
@@ -80,8 +85,8 @@ func cachedRootfs(dir string) (rootfs, error) {
 	return r, nil
 }
 
-// keepRootfs moves a root file system from made, a staging directory, into the cache.
-func (b *build) keepRootfs(st *staging, r rootfs, made, dir string) (rootfs, error) {
+// keepRootfs moves a root file system from made, in st, to dir in the cache.
+func keepRootfs(st *staging, r rootfs, made, dir string) (rootfs, error) {
 	raw, err := json.Marshal(r)
 	if err != nil {
 		return rootfs{}, fmt.Errorf("encode root file system: %w", err)
@@ -93,18 +98,32 @@ func (b *build) keepRootfs(st *staging, r rootfs, made, dir string) (rootfs, err
 		return rootfs{}, fmt.Errorf("create root cache: %w", err)
 	}
 	if err := os.Rename(dir, st.path("replaced")); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return rootfs{}, nil
+		return rootfs{}, fmt.Errorf("replace cached root file system: %w", err)
 	}
-	if os.Rename(made, dir) != nil {
-		return r, nil // the cache is on another file system, or another process was faster: what was made is still in staging
+	switch err := os.Rename(made, dir); {
+	case errors.Is(err, fs.ErrExist): // another process was faster
+		return cachedRootfs(dir)
+	case err != nil:
+		return rootfs{}, fmt.Errorf("keep root file system in the cache: %w", err)
 	}
 	r.Path, r.cached = filepath.Join(dir, r.Name), true
 	return r, syncDir(filepath.Dir(dir))
 }
 
-// bootstrapSteps are the messages by which mmdebstrap's progress is known, in order.
-var bootstrapSteps = []string{"running apt-get update", "downloading packages", "extracting archives", "installing essential packages",
-	"installing remaining packages", "cleaning package lists"}
+// bootstrapSteps are the messages by which mmdebstrap's progress is known, in order, and what they mean.
+var bootstrapSteps = []struct{ message, detail string }{
+	{"running --setup-hook", "reading package lists"},
+	{"downloading packages", "downloading packages"},
+	{"extracting archives", "extracting archives"},
+	{"installing essential packages", "installing essential packages"},
+	{"installing remaining packages", "installing remaining packages"},
+	{"cleaning package lists", "cleaning up"},
+}
+
+// checkPackages is run by mmdebstrap before anything else. By itself it would find out that a package does not exist only after it
+// has downloaded and installed the essential ones.
+const checkPackages = `--setup-hook=export APT_CONFIG="$MMDEBSTRAP_APT_CONFIG"; ` +
+	`apt-get update -q >&2 && apt-get install --simulate -q $FORKD_PACKAGES >/dev/null`
 
 // bootstrap installs the packages into a new directory and makes it a guest's root.
 func (b *build) bootstrap(ctx context.Context, st *staging, tree string) error {
@@ -122,18 +141,19 @@ func (b *build) bootstrap(ctx context.Context, st *staging, tree string) error {
 		"--dpkgopt=path-exclude=/usr/share/locale/*", "--dpkgopt=path-include=/usr/share/locale/locale.alias",
 		"--dpkgopt=path-exclude=/usr/share/doc/*", "--dpkgopt=path-include=/usr/share/doc/*/copyright",
 		`--aptopt=Acquire::Retries "3"`, `--aptopt=Acquire::Languages "none"`,
+		checkPackages, "--skip=update",
 		b.spec.Suite, tree}
 	if b.spec.Mirror != "" {
 		args = append(args, b.spec.Mirror)
 	}
-	_, err := b.run(ctx, command{
-		name: "mmdebstrap", args: args, isolated: true, timeout: 20 * time.Minute,
+	_, err := b.run(ctx, command{name: "mmdebstrap", args: args, isolated: true, timeout: 20 * time.Minute,
 		// The epoch dates password changes, which would otherwise have today's date.
-		env: []string{"TMPDIR=" + st.dir, fmt.Sprintf("SOURCE_DATE_EPOCH=%d", passwordDay*24*60*60)},
+		env: []string{"TMPDIR=" + st.dir, fmt.Sprintf("SOURCE_DATE_EPOCH=%d", passwordDay*24*60*60),
+			"FORKD_PACKAGES=" + strings.Join(b.spec.Packages, " ")},
 		line: func(line string) {
 			for i, known := range bootstrapSteps {
-				if strings.HasPrefix(line, "I: "+known) {
-					step.Done, step.Detail = int64(i), strings.TrimRight(known, ".")
+				if strings.HasPrefix(line, "I: "+known.message) {
+					step.Done, step.Detail = int64(i), known.detail
 					b.report(step)
 				}
 			}

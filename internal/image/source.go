@@ -104,7 +104,7 @@ func (b *build) makeRootfs(ctx context.Context, st *staging, src source) (rootfs
 	file := st.path("rootfs.img")
 	switch src.kind {
 	case fromPackages:
-		return b.debianRootfs(ctx, st)
+		return b.debianRootfs(ctx)
 	case fromImage:
 		b.report(Progress{Step: "rootfs", Detail: "copying " + b.spec.Rootfs})
 		if err := copyFile(file, b.spec.Rootfs, diskBlock); err != nil {

@@ -39,7 +39,9 @@ func Open(dir, cacheDir string, agent []byte) (*Store, error) {
 		if err := os.MkdirAll(abs, 0o755); err != nil {
 			return nil, fmt.Errorf("create image directory: %w", err)
 		}
-		*d.to = abs
+		if *d.to, err = filepath.EvalSymlinks(abs); err != nil { // mounts are listed by their real paths: see removeTree
+			return nil, fmt.Errorf("image directory %s: %w", d.path, err)
+		}
 	}
 	if err := os.MkdirAll(s.namesDir(), 0o755); err != nil {
 		return nil, fmt.Errorf("create image directory: %w", err)
