@@ -20,11 +20,13 @@ func fakeHarness(t *testing.T, opts vmmtest.FakeOptions) vmmtest.Harness {
 		}
 	})
 	return vmmtest.Harness{
-		Engine:  engine,
-		Shape:   vmm.Shape{MemMiB: 2, VCPUs: 1},
-		Print:   func(text string) []string { return []string{"console", text} },
-		Timeout: 10 * time.Second,
-		Silence: 50 * time.Millisecond,
+		Engine:   engine,
+		Shape:    vmm.Shape{MemMiB: 2, VCPUs: 1},
+		Print:    func(text string) []string { return []string{"console", text} },
+		Shutdown: []string{"poweroff"},
+		Detach:   func(vmm.Machine) error { return nil },
+		Timeout:  10 * time.Second,
+		Silence:  50 * time.Millisecond,
 	}
 }
 

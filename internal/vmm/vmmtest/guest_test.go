@@ -26,7 +26,8 @@ func newSuite(t *testing.T, opts FakeOptions) (*suite, *Fake) {
 			t.Errorf("Close: %v", err)
 		}
 	})
-	s := &suite{h: Harness{Engine: engine, Shape: vmm.Shape{MemMiB: 2, VCPUs: 1}, Timeout: 10 * time.Second, Silence: 50 * time.Millisecond}.withDefaults()}
+	h := Harness{Engine: engine, Shape: vmm.Shape{MemMiB: 2, VCPUs: 1}, Timeout: 10 * time.Second, Silence: 50 * time.Millisecond}
+	s := &suite{h: h.withDefaults()}
 	info, err := engine.Probe(t.Context())
 	if err != nil {
 		t.Fatal(err)

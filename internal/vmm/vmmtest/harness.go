@@ -22,7 +22,7 @@ type Harness struct {
 	Write    func(text string) []string // a command that remembers text in guest memory; nil: sh writes a file
 	Read     []string                   // a command that prints what Write wrote last; nil: cat prints that file
 	Print    func(text string) []string // a command that prints text to the guest's console; nil: sh does
-	Shutdown []string                   // a command that powers the guest off; nil: poweroff
+	Shutdown []string                   // a command that ends the guest; nil: the kernel is told to reboot at once
 
 	BootTimeout time.Duration // from Boot to the agent's first answer; 0: 2 min
 	Timeout     time.Duration // for any one step of a child; 0: 30 s
@@ -31,8 +31,8 @@ type Harness struct {
 	Steps       int           // of the random sequence; 0: 200
 	Seed        uint64        // of the random sequence; 0: from the clock, and logged
 
-	// Detach lets go of a machine's monitor without ending it, as a daemon does that dies: nil when a Machine that is no longer
-	// used is in nobody's way.
+	// Detach lets go of a machine's monitor without ending it, so that another Machine can take it over in the same process. Nil: that
+	// can't be done, and Attach is tried only after the death of a whole process.
 	Detach func(vmm.Machine) error
 }
 
@@ -53,10 +53,7 @@ func (h Harness) withDefaults() Harness {
 		h.Print = func(text string) []string { return []string{"sh", "-c", "echo " + text + " >/dev/console"} }
 	}
 	if h.Shutdown == nil {
-		h.Shutdown = []string{"poweroff"}
-	}
-	if h.Detach == nil {
-		h.Detach = func(vmm.Machine) error { return nil }
+		h.Shutdown = []string{"sh", "-c", "echo b >/proc/sysrq-trigger"}
 	}
 	return h
 }

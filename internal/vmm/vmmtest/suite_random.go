@@ -3,6 +3,7 @@ package vmmtest
 import (
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -24,6 +25,13 @@ type randomRun struct {
 	dice *rand.Rand
 	live []*modelVM
 	log  []string // the last actions, for a failure's report
+}
+
+// action is something that can be done to a machine.
+type action struct {
+	name   string
+	weight int // how often, compared with others
+	do     func(*modelVM)
 }
 
 // maxLive bounds how many machines a random sequence keeps.
@@ -55,11 +63,7 @@ func (r *randomRun) step() {
 	}
 	i := r.dice.IntN(len(r.live))
 	m := r.live[i]
-	actions := []struct {
-		name   string
-		weight int
-		do     func(*modelVM)
-	}{
+	actions := []action{
 		{"pause", 4, r.pause},
 		{"resume", 6, r.resume},
 		{"save", 2, r.save},
@@ -71,6 +75,9 @@ func (r *randomRun) step() {
 		{"kill -9", 1, r.killOutside},
 	}
 	total := 0
+	if r.h.Detach == nil {
+		actions = slices.DeleteFunc(actions, func(a action) bool { return a.name == "attach" })
+	}
 	for _, a := range actions {
 		total += a.weight
 	}
