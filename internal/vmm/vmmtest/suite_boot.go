@@ -150,7 +150,6 @@ func (s *suite) testGuestShutdown(t *testing.T) {
 		t.Logf("the command that ends the guest: %q, %v", out, err)
 	}
 	s.checkEnd(t, child, vmm.ExitShutdown)
-	checkGone(t, "Pause of a machine that has ended", child.Pause(s.step(t)))
 	if err := child.Kill(); err != nil {
 		t.Errorf("Kill of a machine that has ended: %v", err)
 	}
