@@ -172,7 +172,7 @@ func identityFault(ctx context.Context, c *child, err error) error {
 	switch {
 	case errors.As(err, &refused):
 		return newError(CodeIdentityFailed, err, "a hook in /etc/forkd/on-fork.d may have failed: see the snapshot's image", "child %s could not take on its identity and was killed", c.id)
-	case errors.Is(cause, vmm.ErrGone):
+	case errors.Is(cause, vmm.ErrGone) || cause == nil && endsNow(c.machine, err):
 		return newError(CodeIdentityFailed, fmt.Errorf("%s: %w", exitText(c.machine), err), "", "child %s ended before it had its identity", c.id)
 	case errors.Is(cause, context.DeadlineExceeded):
 		return newError(CodeIdentityFailed, err, "the host may be overloaded, or the guest has crashed", "child %s did not acknowledge its identity in time and was killed", c.id)
@@ -193,6 +193,24 @@ func exitText(machine vmm.Machine) string {
 		return exit.Detail
 	}
 	return string(machine.Exit().Reason)
+}
+
+// endGrace is how much later the end of a monitor may be seen than the end of its connections.
+const endGrace = 500 * time.Millisecond
+
+// endsNow says whether a machine whose agent's connection broke has ended: that is often seen a moment later.
+func endsNow(machine vmm.Machine, err error) bool {
+	grace := time.NewTimer(0)
+	if errors.Is(err, agentclient.ErrConnection) || errors.Is(err, vmm.ErrGone) {
+		grace.Reset(endGrace)
+	}
+	defer grace.Stop()
+	select {
+	case <-machine.Done():
+		return true
+	case <-grace.C:
+		return false
+	}
 }
 
 // newAgent returns the client of a machine's agent, and the tap on its line.

@@ -59,12 +59,10 @@ func (m *Manager) guestFault(ctx context.Context, b *box, c *child, limit time.D
 	case cause != nil:
 		return cause // the caller went away
 	}
-	select {
-	case <-c.machine.Done():
+	if endsNow(c.machine, err) {
 		return newError(CodeSandboxGone, err, "`forkd ls` shows what lives", "sandbox %s has ended: %s", b.id, exitText(c.machine))
-	default:
-		return newError(CodeGuestUnreachable, err, "see `forkd logs "+b.id+"`", "the guest of sandbox %s can't be reached", b.id)
 	}
+	return newError(CodeGuestUnreachable, err, "see `forkd logs "+b.id+"`", "the guest of sandbox %s can't be reached", b.id)
 }
 
 // refusal turns the agent's errors into ours.

@@ -93,7 +93,7 @@ func (c *creation) parentFault(ctx context.Context, code Code, err error, doing 
 	switch {
 	case errors.As(cause, &late):
 		return newError(code, nil, "give it more time with --timeout, or see what it waits for", "snapshot %s: %s: %v%s", c.req.Tag, doing, late, c.console())
-	case errors.Is(cause, vmm.ErrGone):
+	case errors.Is(cause, vmm.ErrGone) || cause == nil && endsNow(c.parent.machine, err):
 		return newError(code, nil, "", "snapshot %s: %s: the parent ended: %s%s", c.req.Tag, doing, exitText(c.parent.machine), c.console())
 	case cause != nil:
 		return cause // the request was given up, or the daemon is stopping
