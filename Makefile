@@ -44,11 +44,11 @@ test: deps build ## install what is missing, then run all tests, those with real
 
 .PHONY: demo
 demo: deps build ## fork a warmed Python + numpy machine and print what it cost (ARGS="--json -n 10")
-	@timeout -k 30 1800 bin/forkd demo $(ARGS)
+	@timeout -k 30 3000 bin/forkd demo $(ARGS)
 
 .PHONY: bench
-bench: deps build ## run the benchmarks (ARGS are passed on to bench/run)
-	@timeout -k 30 3600 bench/run $(ARGS)
+bench: deps build ## measure 100 forks, cold and from a pool (ARGS go to forkd bench)
+	@timeout -k 30 3600 scripts/bench.sh $(ARGS)
 
 .PHONY: lint
 lint: ## gofmt, go vet, staticcheck
