@@ -60,21 +60,43 @@ func TestHostFaults(t *testing.T) {
 				before := children()
 				engine.Inject(Fault{Step: step, Call: 1, Action: action})
 				defer engine.Inject()
-				ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
-				if action == Stall {
-					ctx, cancel = context.WithTimeout(t.Context(), 300*time.Millisecond)
-				}
+				ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 				defer cancel()
+				if action == Stall {
+					defer giveUpAt(engine, step, cancel)()
+				}
 				var at Step
 				var err error
 				t.Run("life", func(t *testing.T) { at, err = life(ctx, s, t) })
-				want := map[Action]error{Fail: ErrInjected, FailLate: ErrInjected, Stall: context.DeadlineExceeded, Die: vmm.ErrGone}[action]
+				want := map[Action]error{Fail: ErrInjected, FailLate: ErrInjected, Stall: context.Canceled, Die: vmm.ErrGone}[action]
 				if at != step || !errors.Is(err, want) {
 					t.Errorf("failed at %q with %v, want at %q with %v", at, err, step, want)
 				}
 				checkNoProcess(t, s.template.ram, before)
 			})
 		}
+	}
+}
+
+// giveUpAt calls cancel once a step was reached. The function that it returns ends the wait.
+func giveUpAt(engine *Fake, step Step, cancel func()) func() {
+	stop, stopped := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(stopped)
+		look := time.NewTicker(time.Millisecond)
+		defer look.Stop()
+		for engine.Calls()[step] == 0 {
+			select {
+			case <-look.C:
+			case <-stop:
+				return
+			}
+		}
+		cancel()
+	}()
+	return func() {
+		close(stop)
+		<-stopped
 	}
 }
 
