@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -126,7 +127,9 @@ func TestBuildReal(t *testing.T) {
 	}
 	spec := BuildSpec{Name: name, Packages: strings.FieldsFunc(os.Getenv("FORKD_IMAGE_PACKAGES"), func(r rune) bool { return r == ',' }),
 		Force: os.Getenv("FORKD_IMAGE_FORCE") != "", Rootfs: os.Getenv("FORKD_IMAGE_ROOTFS")}
-	img, err := s.Build(t.Context(), spec, func(p Progress) { t.Logf("%s: %s %d/%d", p.Step, p.Detail, p.Done, p.Total) })
+	img, err := s.Build(t.Context(), spec, func(p Progress) {
+		t.Logf("%s %s: %s %d/%d", time.Now().Format("05.000"), p.Step, p.Detail, p.Done, p.Total)
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
