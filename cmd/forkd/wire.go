@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/forkd/forkd/client"
+	"github.com/forkd/forkd/internal/failpoint"
 	"github.com/forkd/forkd/internal/image"
 	"github.com/forkd/forkd/internal/image/agentbin"
 	"github.com/forkd/forkd/internal/memory"
@@ -115,6 +116,10 @@ func (p *program) openDaemon(f *daemonFlags, log *slog.Logger, killAll bool) (_ 
 	if err != nil {
 		return nil, err
 	}
+	points, err := failpoints(p.getenv)
+	if err != nil {
+		return nil, err
+	}
 	agent, agentErr := p.parts.agent()
 	images, err := image.Open(filepath.Join(f.Data, "images"), f.Cache, agent)
 	if err != nil {
@@ -124,13 +129,25 @@ func (p *program) openDaemon(f *daemonFlags, log *slog.Logger, killAll bool) (_ 
 	d.manager, err = sandbox.New(sandbox.Config{
 		Engine: d.engine, Images: images, Snapshots: snapshots, Memory: memory.NewCache(residentBudget(f)), DB: db, RunDir: f.RunDir,
 		Limits: sandbox.Limits{Launches: f.MaxLaunches, MemoryBudget: f.MemoryBudgetMiB << 20},
-		Log:    log.With("part", "sandbox"), KillOnShutdown: killAll,
+		Log:    log.With("part", "sandbox"), KillOnShutdown: killAll, Failpoints: points,
 	})
 	if err != nil {
 		return nil, err
 	}
 	d.images = &imageService{Store: images, inUse: d.manager.ImageInUse, agentErr: agentErr}
 	return d, nil
+}
+
+// failpoints are the faults that a test asked for in the environment; nil for none.
+func failpoints(getenv func(string) string) (*failpoint.Set, error) {
+	points, err := failpoint.Parse(getenv(failpoint.Variable))
+	if err == nil {
+		err = points.Check(sandbox.Points()...)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", failpoint.Variable, err)
+	}
+	return points, nil
 }
 
 // residentBudget is the memory for images that nothing uses at the moment.

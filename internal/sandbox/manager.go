@@ -80,14 +80,15 @@ func New(cfg Config) (*Manager, error) {
 	return m, nil
 }
 
-// lockRunDir makes the run directory ours. The lock goes with the process: machines don't inherit it.
+// lockRunDir makes the run directory ours. The lock goes with the process: machines don't inherit it. It is on the directory itself, so
+// that it leaves no file behind.
 func (m *Manager) lockRunDir() error {
 	for _, dir := range []string{m.cfg.RunDir, m.machinesDir(), m.consolesDir()} {
 		if err := os.MkdirAll(dir, 0o700); err != nil {
 			return fmt.Errorf("run directory: %w", err)
 		}
 	}
-	f, err := os.OpenFile(filepath.Join(m.cfg.RunDir, "lock"), os.O_RDWR|os.O_CREATE, 0o600)
+	f, err := os.Open(m.cfg.RunDir)
 	if err != nil {
 		return fmt.Errorf("lock run directory: %w", err)
 	}
