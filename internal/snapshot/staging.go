@@ -60,6 +60,9 @@ func (s *Store) Stage(id string) (*Staging, error) {
 	}
 }
 
+// ID is the snapshot's id.
+func (st *Staging) ID() string { return st.id }
+
 // WriteMemory stores guest memory: with nil extents all pages that are not zero, else exactly the extents' pages, as a layer. It
 // also gives back the memory of the zero pages it comes across, unless ram is sealed.
 //

@@ -105,6 +105,21 @@ func (s *Store) sweep() error {
 // Dir is where snapshot id is or would be.
 func (s *Store) Dir(id string) string { return filepath.Join(s.dir, id) }
 
+// Path is the store's own directory.
+func (s *Store) Path() string { return s.dir }
+
+// Fits returns ErrDiskFull when the store's file system has less room than bytes. A store that compresses can't tell beforehand.
+func (s *Store) Fits(bytes int64) error {
+	var st unix.Statfs_t
+	if err := unix.Statfs(s.dir, &st); err != nil {
+		return fmt.Errorf("snapshot store %s: %w", s.dir, err)
+	}
+	if free := int64(st.Bavail) * st.Bsize; !s.compress && bytes > free {
+		return fmt.Errorf("%w: %d MiB are needed in %s, %d MiB are free", ErrDiskFull, bytes>>20, s.dir, free>>20)
+	}
+	return nil
+}
+
 // Broken is a directory in the store that should be a snapshot and is none.
 type Broken struct {
 	ID  string

@@ -104,16 +104,20 @@ func TestTransferRefuses(t *testing.T) {
 		do   stage
 		want error
 	}{
-		"index flipped":     {readMemory(r.Manifest, flip(r.Index, 60), pages.Bytes()), ErrCorrupt},
-		"index cut":         {readMemory(r.Manifest, r.Index[:40], pages.Bytes()), ErrCorrupt},
-		"base as layer":     {readMemory(asLayer, r.Index, pages.Bytes()), ErrCorrupt},
-		"other size":        {readMemory(lessData, r.Index, pages.Bytes()), ErrCorrupt},
-		"page flipped":      {readMemory(r.Manifest, r.Index, flip(pages.Bytes(), 1<<20+9)), ErrCorrupt},
-		"pages cut":         {readMemory(r.Manifest, r.Index, pages.Bytes()[:1<<20+9]), io.ErrUnexpectedEOF},
-		"no pages":          {readMemory(r.Manifest, r.Index, nil), io.EOF},
-		"device flipped":    {func(st *Staging) error { return st.ReadDevice(t.Context(), r.Manifest, bytes.NewReader(flip(r.Device, 0))) }, ErrCorrupt},
-		"device cut":        {func(st *Staging) error { return st.ReadDevice(t.Context(), r.Manifest, bytes.NewReader(r.Device[1:])) }, ErrCorrupt},
-		"device too long":   {func(st *Staging) error { return st.ReadDevice(t.Context(), r.Manifest, bytes.NewReader(append(r.Device, 0))) }, ErrCorrupt},
+		"index flipped": {readMemory(r.Manifest, flip(r.Index, 60), pages.Bytes()), ErrCorrupt},
+		"index cut":     {readMemory(r.Manifest, r.Index[:40], pages.Bytes()), ErrCorrupt},
+		"base as layer": {readMemory(asLayer, r.Index, pages.Bytes()), ErrCorrupt},
+		"other size":    {readMemory(lessData, r.Index, pages.Bytes()), ErrCorrupt},
+		"page flipped":  {readMemory(r.Manifest, r.Index, flip(pages.Bytes(), 1<<20+9)), ErrCorrupt},
+		"pages cut":     {readMemory(r.Manifest, r.Index, pages.Bytes()[:1<<20+9]), io.ErrUnexpectedEOF},
+		"no pages":      {readMemory(r.Manifest, r.Index, nil), io.EOF},
+		"device flipped": {func(st *Staging) error {
+			return st.ReadDevice(t.Context(), r.Manifest, bytes.NewReader(flip(r.Device, 0)))
+		}, ErrCorrupt},
+		"device cut": {func(st *Staging) error { return st.ReadDevice(t.Context(), r.Manifest, bytes.NewReader(r.Device[1:])) }, ErrCorrupt},
+		"device too long": {func(st *Staging) error {
+			return st.ReadDevice(t.Context(), r.Manifest, bytes.NewReader(append(r.Device, 0)))
+		}, ErrCorrupt},
 		"commit unprepared": {func(st *Staging) error { return st.Commit() }, ErrInvalid},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -1,0 +1,639 @@
+package pack
+
+import (
+	"bytes"
+	"context"
+	"crypto/ed25519"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/forkd/forkd/internal/memory"
+	"github.com/forkd/forkd/internal/snapshot"
+	"github.com/forkd/forkd/internal/vmm"
+)
+
+const testMiB = 4
+
+// fakeImages keeps images as directories: meta.json and the parts.
+type fakeImages struct{ dir string }
+
+func newImages(t testing.TB) *fakeImages { return &fakeImages{t.TempDir()} }
+
+// add makes an image with random parts.
+func (f *fakeImages) add(t testing.TB, id string) Image {
+	t.Helper()
+	img := Image{ID: id, Name: "py", Meta: json.RawMessage(`{"python": true, "note": "<any>"}`)}
+	dir := filepath.Join(f.dir, id)
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for i, part := range parts() {
+		data := randomBytes(uint64(i)+7, 300_000*(i+1))
+		sum := sha256.Sum256(data)
+		*map[Part]*snapshot.Blob{Kernel: &img.Kernel, Initramfs: &img.Initramfs, Rootfs: &img.Rootfs}[part] = snapshot.Blob{Bytes: int64(len(data)), SHA256: hex.EncodeToString(sum[:])}
+		if err := os.WriteFile(filepath.Join(dir, string(part)), data, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	meta, err := json.Marshal(img)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "meta.json"), meta, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return img
+}
+
+func randomBytes(seed uint64, n int) []byte {
+	b := make([]byte, n)
+	rand.NewChaCha8([32]byte{byte(seed), byte(seed >> 8), 1}).Read(b)
+	return b
+}
+
+func (f *fakeImages) Export(_ context.Context, id string) (Image, error) {
+	meta, err := os.ReadFile(filepath.Join(f.dir, id, "meta.json"))
+	if err != nil {
+		return Image{}, err
+	}
+	var img Image
+	err = json.Unmarshal(meta, &img)
+	return img, err
+}
+
+func (f *fakeImages) Open(_ context.Context, id string, part Part) (io.ReadCloser, error) {
+	return os.Open(filepath.Join(f.dir, id, string(part)))
+}
+
+func (f *fakeImages) Stage(_ context.Context, img Image) (ImageStaging, error) {
+	dir, err := os.MkdirTemp(f.dir, ".staging-")
+	return &fakeStaging{f, img, dir, false}, err
+}
+
+func (f *fakeImages) Remove(_ context.Context, id string) error {
+	return os.RemoveAll(filepath.Join(f.dir, id))
+}
+
+// sweep is what a store does when it is opened.
+func (f *fakeImages) sweep(t *testing.T) {
+	left, err := filepath.Glob(filepath.Join(f.dir, ".staging-*"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, dir := range left {
+		os.RemoveAll(dir)
+	}
+}
+
+type fakeStaging struct {
+	images *fakeImages
+	img    Image
+	dir    string
+	done   bool
+}
+
+func (s *fakeStaging) Write(_ context.Context, part Part, r io.Reader) error {
+	data, err := io.ReadAll(r)
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(filepath.Join(s.dir, string(part)), data, 0o600)
+}
+
+func (s *fakeStaging) Prepare(context.Context) error {
+	meta, err := json.Marshal(s.img)
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(filepath.Join(s.dir, "meta.json"), meta, 0o600)
+}
+
+func (s *fakeStaging) Commit() error {
+	s.done = true
+	return os.Rename(s.dir, filepath.Join(s.images.dir, s.img.ID))
+}
+
+func (s *fakeStaging) Abort() error {
+	if s.done {
+		return nil
+	}
+	return os.RemoveAll(s.dir)
+}
+
+// host is a machine's stores.
+type host struct {
+	store  *snapshot.Store
+	images *fakeImages
+}
+
+func newHost(t testing.TB, options ...snapshot.Option) host {
+	t.Helper()
+	s, err := snapshot.Open(t.TempDir(), options...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return host{s, newImages(t)}
+}
+
+// names lists what is in both stores, leftovers included.
+func (h host) names(t testing.TB) []string {
+	t.Helper()
+	var out []string
+	for _, dir := range []string{h.images.dir, h.store.Path()} {
+		entries, err := os.ReadDir(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, e := range entries {
+			out = append(out, e.Name())
+		}
+	}
+	return out
+}
+
+// newSource is a host with a chain of three snapshots: root, mid and tip.
+func newSource(t testing.TB, options ...snapshot.Option) host {
+	t.Helper()
+	h := newHost(t, options...)
+	h.images.add(t, "img1")
+	h.put(t, "root", "", 1, []memory.Extent{{First: 0, N: 300}, {First: 700, N: 50}})
+	h.put(t, "mid", "root", 2, []memory.Extent{{First: 10, N: 20}, {First: 400, N: 5}})
+	h.put(t, "tip", "mid", 3, []memory.Extent{{First: 15, N: 1}, {First: 999, N: 25}})
+	return h
+}
+
+func (h host) put(t testing.TB, id, parent string, seed uint64, extents []memory.Extent) {
+	t.Helper()
+	ctx := context.Background()
+	ram, err := memory.New("test", testMiB<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ram.Close()
+	for _, e := range extents[:len(extents)-1] { // the last becomes zeros
+		data := randomBytes(seed, int(e.Bytes()))
+		copy(data[len(data)/2:], bytes.Repeat([]byte("text"), len(data)/8))
+		if _, err := ram.WriteAt(data, e.Offset()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	st, err := h.store.Stage(id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer st.Abort()
+	if parent == "" {
+		extents = nil
+	}
+	if err := st.WriteMemory(ctx, ram, extents); err != nil {
+		t.Fatal(err)
+	}
+	state, err := memory.SealedCopy("state", []byte("device state of "+id))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer state.Close()
+	if err := st.WriteDevice(ctx, state); err != nil {
+		t.Fatal(err)
+	}
+	img, err := h.images.Export(ctx, "img1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = st.Publish(ctx, snapshot.Manifest{
+		Parent: parent,
+		Image: snapshot.ImageRef{ID: img.ID, Name: img.Name, KernelSHA256: img.Kernel.SHA256, InitramfsSHA256: img.Initramfs.SHA256,
+			RootfsSHA256: img.Rootfs.SHA256},
+		Engine: vmm.Info{Engine: "qemu", Version: "7.2.22"},
+		Shape:  vmm.Shape{MemMiB: testMiB, VCPUs: 1},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (h host) memory(t testing.TB, id string) []byte {
+	t.Helper()
+	img, err := h.store.Load(context.Background(), id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer img.Close()
+	b := make([]byte, img.Bytes())
+	if _, err := img.ReadAt(b, 0); err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func (h host) pack(t testing.TB, id string, opt Options) []byte {
+	t.Helper()
+	var out bytes.Buffer
+	if _, err := Pack(context.Background(), &out, h.store, h.images, id, opt); err != nil {
+		t.Fatal(err)
+	}
+	return out.Bytes()
+}
+
+func (h host) unpack(t testing.TB, file []byte, opt UnpackOptions) (Result, error) {
+	return Unpack(context.Background(), bytes.NewReader(file), h.store, h.images, opt)
+}
+
+func TestPackUnpack(t *testing.T) {
+	for name, c := range map[string]struct{ from, to []snapshot.Option }{
+		"plain":           {},
+		"to compressed":   {to: []snapshot.Option{snapshot.WithCompression()}},
+		"from compressed": {from: []snapshot.Option{snapshot.WithCompression()}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			from, to := newSource(t, c.from...), newHost(t, c.to...)
+			var last Progress
+			file := from.pack(t, "tip", Options{Progress: func(p Progress) { last = p }})
+			if last.Done != last.Total || last.Total == 0 {
+				t.Errorf("progress ended at %+v", last)
+			}
+			got, err := to.unpack(t, file, UnpackOptions{Progress: func(p Progress) { last = p }})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if last.Done != last.Total {
+				t.Errorf("progress of unpacking ended at %+v", last)
+			}
+			want := Result{Manifest: got.Manifest, Published: []string{"root", "mid", "tip"}, Image: "img1", NewImage: true}
+			if diff := cmp.Diff(want, got); diff != "" || got.Manifest.ID != "tip" {
+				t.Errorf("result (-want +got):\n%s", diff)
+			}
+			if diff := cmp.Diff([]string{"img1", "mid", "root", "tip"}, to.names(t)); diff != "" {
+				t.Errorf("stores (-want +got):\n%s", diff)
+			}
+			for _, id := range got.Published {
+				if !bytes.Equal(from.memory(t, id), to.memory(t, id)) {
+					t.Errorf("memory of %s differs", id)
+				}
+				if err := to.store.Verify(t.Context(), id); err != nil {
+					t.Error(err)
+				}
+			}
+			for _, part := range parts() {
+				a, err1 := os.ReadFile(filepath.Join(from.images.dir, "img1", string(part)))
+				b, err2 := os.ReadFile(filepath.Join(to.images.dir, "img1", string(part)))
+				if err := errors.Join(err1, err2); err != nil || !bytes.Equal(a, b) {
+					t.Errorf("%s differs (%v)", part, err)
+				}
+			}
+		})
+	}
+}
+
+// TestReproducible packs on three machines: the origin, the same again, and one that got it by unpacking and keeps it compressed.
+func TestReproducible(t *testing.T) {
+	from, to := newSource(t), newHost(t, snapshot.WithCompression())
+	key := ed25519.NewKeyFromSeed(make([]byte, 32))
+	first := from.pack(t, "tip", Options{Sign: key})
+	if again := from.pack(t, "tip", Options{Sign: key}); !bytes.Equal(first, again) {
+		t.Error("packing again gives other bytes")
+	}
+	if _, err := to.unpack(t, first, UnpackOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if elsewhere := to.pack(t, "tip", Options{Sign: key}); !bytes.Equal(first, elsewhere) {
+		t.Error("packing elsewhere gives other bytes")
+	}
+}
+
+func TestUnpackWhatIsHere(t *testing.T) {
+	from, to := newSource(t), newHost(t)
+	if _, err := to.unpack(t, from.pack(t, "mid", Options{}), UnpackOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	file := from.pack(t, "tip", Options{})
+	got, err := to.unpack(t, file, UnpackOptions{})
+	want := Result{Manifest: got.Manifest, Published: []string{"tip"}, Present: []string{"root", "mid"}, Image: "img1"}
+	if diff := cmp.Diff(want, got); err != nil || diff != "" {
+		t.Errorf("partly here: %v (-want +got):\n%s", err, diff)
+	}
+	got, err = to.unpack(t, file, UnpackOptions{})
+	want = Result{Manifest: got.Manifest, Present: []string{"root", "mid", "tip"}, Image: "img1"}
+	if diff := cmp.Diff(want, got); err != nil || diff != "" || got.Manifest.ID != "tip" {
+		t.Errorf("all here: %v (-want +got):\n%s", err, diff)
+	}
+	if !bytes.Equal(from.memory(t, "tip"), to.memory(t, "tip")) {
+		t.Error("memory differs")
+	}
+}
+
+func TestUnpackRefusesOtherContent(t *testing.T) {
+	file := newSource(t).pack(t, "tip", Options{})
+	t.Run("snapshot", func(t *testing.T) {
+		to := newHost(t)
+		to.images.add(t, "img1")
+		to.put(t, "mid", "", 9, []memory.Extent{{First: 0, N: 2}, {First: 5, N: 1}})
+		if _, err := to.unpack(t, file, UnpackOptions{}); !errors.Is(err, snapshot.ErrExists) || !strings.Contains(err.Error(), "mid") {
+			t.Errorf("got %v, want %v, about mid", err, snapshot.ErrExists)
+		}
+		if diff := cmp.Diff([]string{"img1", "mid"}, to.names(t)); diff != "" {
+			t.Errorf("stores (-want +got):\n%s", diff)
+		}
+	})
+	t.Run("image", func(t *testing.T) {
+		to := newHost(t)
+		img := to.images.add(t, "img1")
+		img.Kernel.Bytes++
+		meta, _ := json.Marshal(img)
+		if err := os.WriteFile(filepath.Join(to.images.dir, "img1", "meta.json"), meta, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := to.unpack(t, file, UnpackOptions{}); !errors.Is(err, snapshot.ErrExists) || !strings.Contains(err.Error(), "img1") {
+			t.Errorf("got %v, want %v, about img1", err, snapshot.ErrExists)
+		}
+	})
+}
+
+func TestPackRefuses(t *testing.T) {
+	h := newSource(t)
+	pack := func(id string, opt Options) error {
+		_, err := Pack(t.Context(), io.Discard, h.store, h.images, id, opt)
+		return err
+	}
+	if err := pack("gone", Options{}); !errors.Is(err, snapshot.ErrNotFound) {
+		t.Errorf("unknown snapshot: got %v", err)
+	}
+	if err := pack("tip", Options{Sign: make([]byte, 3)}); err == nil {
+		t.Error("bad key: got no error")
+	}
+	rootfs := filepath.Join(h.images.dir, "img1", string(Rootfs))
+	data, err := os.ReadFile(rootfs)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, bad := range map[string][]byte{"flipped": append([]byte{data[0] ^ 1}, data[1:]...), "cut": data[:100], "longer": append(data, 0)} {
+		if err := os.WriteFile(rootfs, bad, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := pack("tip", Options{}); err == nil || name == "flipped" && !errors.Is(err, snapshot.ErrCorrupt) {
+			t.Errorf("rootfs %s: got %v, want an error", name, err)
+		}
+	}
+	if err := h.images.Remove(t.Context(), "img1"); err != nil {
+		t.Fatal(err)
+	}
+	if err := pack("tip", Options{}); !errors.Is(err, fs.ErrNotExist) || !strings.Contains(err.Error(), "img1") {
+		t.Errorf("image missing: got %v", err)
+	}
+}
+
+func TestPackCancelled(t *testing.T) {
+	h := newSource(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	var out bytes.Buffer
+	_, err := Pack(ctx, &out, h.store, h.images, "tip", Options{Progress: func(p Progress) {
+		if p.Member == "snapshots/root/memory" {
+			cancel()
+		}
+	}})
+	if !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v, want %v", err, context.Canceled)
+	}
+	to := newHost(t)
+	if _, err := to.unpack(t, out.Bytes(), UnpackOptions{}); !errors.Is(err, ErrInvalid) {
+		t.Errorf("unpacking what was written: got %v, want %v", err, ErrInvalid)
+	}
+}
+
+func TestUnpackCancelled(t *testing.T) {
+	file := newSource(t).pack(t, "tip", Options{})
+	to := newHost(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	_, err := Unpack(ctx, slow{bytes.NewReader(file)}, to.store, to.images, UnpackOptions{Progress: func(p Progress) {
+		if p.Member == "image/rootfs" {
+			cancel()
+		}
+	}})
+	if !errors.Is(err, context.Canceled) || errors.Is(err, ErrInvalid) {
+		t.Errorf("got %v, want %v", err, context.Canceled)
+	}
+	if got := to.names(t); len(got) != 0 {
+		t.Errorf("left over: %v", got)
+	}
+}
+
+// slow gives out little at a time, so that nobody has read everything when it matters.
+type slow struct{ r io.Reader }
+
+func (s slow) Read(b []byte) (int, error) { return s.r.Read(b[:min(len(b), 1000)]) }
+
+func TestUnpackBrokenInput(t *testing.T) {
+	file := newSource(t).pack(t, "tip", Options{})
+	broken := errors.New("connection reset")
+	to := newHost(t)
+	in := io.MultiReader(bytes.NewReader(file[:len(file)/2]), failing{broken})
+	if _, err := Unpack(t.Context(), in, to.store, to.images, UnpackOptions{}); !errors.Is(err, broken) || errors.Is(err, ErrInvalid) {
+		t.Errorf("got %v, want %v, which is not the pack's fault", err, broken)
+	}
+	if got := to.names(t); len(got) != 0 {
+		t.Errorf("left over: %v", got)
+	}
+}
+
+type failing struct{ err error }
+
+func (f failing) Read([]byte) (int, error) { return 0, f.err }
+
+func TestSignatures(t *testing.T) {
+	from := newSource(t)
+	privatePEM, publicPEM, err := GenerateKey()
+	if err != nil {
+		t.Fatal(err)
+	}
+	key, err := ParsePrivateKey(privatePEM)
+	if err != nil {
+		t.Fatal(err)
+	}
+	public, err := ParsePublicKey(publicPEM)
+	if err != nil {
+		t.Fatal(err)
+	}
+	other, _, err := ed25519.GenerateKey(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	unsigned, signed := from.pack(t, "tip", Options{}), from.pack(t, "tip", Options{Sign: key})
+	for name, c := range map[string]struct {
+		file    []byte
+		require []ed25519.PublicKey
+		want    error
+		signer  ed25519.PublicKey
+	}{
+		"unsigned, not required":   {unsigned, nil, nil, nil},
+		"signed, not required":     {signed, nil, nil, public},
+		"signed and required":      {signed, []ed25519.PublicKey{public}, nil, public},
+		"one of several":           {signed, []ed25519.PublicKey{other, public}, nil, public},
+		"unsigned, but required":   {unsigned, []ed25519.PublicKey{public}, ErrUnsigned, nil},
+		"signed by somebody else":  {signed, []ed25519.PublicKey{other}, ErrUntrusted, nil},
+		"signature of another":     {resigned(t, signed, func(s *signature) { s.Key = other }), nil, ErrSignature, nil},
+		"signature flipped":        {resigned(t, signed, func(s *signature) { s.Signature[0] ^= 1 }), []ed25519.PublicKey{public}, ErrSignature, nil},
+		"signature empty":          {resigned(t, signed, func(s *signature) { *s = signature{} }), nil, ErrSignature, nil},
+		"signed, contents changed": {withContents(t, signed, func(c *Contents) { c.Image.Name = "js" }), []ed25519.PublicKey{public}, ErrSignature, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			to := newHost(t)
+			got, err := to.unpack(t, c.file, UnpackOptions{RequireSignature: c.require})
+			if !errors.Is(err, c.want) {
+				t.Fatalf("got %v, want %v", err, c.want)
+			}
+			if !bytes.Equal(got.SignedBy, c.signer) {
+				t.Errorf("got signer %x, want %x", got.SignedBy, c.signer)
+			}
+			if n := to.names(t); err != nil && len(n) != 0 {
+				t.Errorf("left over: %v", n)
+			}
+		})
+	}
+}
+
+func TestParseKeysRefuse(t *testing.T) {
+	private, public, err := GenerateKey()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, file := range [][]byte{nil, []byte("x"), public, private[:40], bytes.Replace(private, []byte("M"), []byte("N"), 1)} {
+		if _, err := ParsePrivateKey(file); err == nil {
+			t.Errorf("ParsePrivateKey(%q): got no error", file)
+		}
+	}
+	for _, file := range [][]byte{nil, []byte("x"), private, public[:40]} {
+		if _, err := ParsePublicKey(file); err == nil {
+			t.Errorf("ParsePublicKey(%q): got no error", file)
+		}
+	}
+}
+
+func TestUnpackTooLarge(t *testing.T) {
+	from, to := newSource(t), newHost(t)
+	c, err := Pack(t.Context(), io.Discard, from.store, from.images, "tip", Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	file := from.pack(t, "tip", Options{})
+	if _, err := to.unpack(t, file, UnpackOptions{MaxBytes: c.Bytes() - 1}); !errors.Is(err, ErrTooLarge) {
+		t.Errorf("got %v, want %v", err, ErrTooLarge)
+	}
+	if got := to.names(t); len(got) != 0 {
+		t.Errorf("left over: %v", got)
+	}
+	if _, err := to.unpack(t, file, UnpackOptions{MaxBytes: c.Bytes()}); err != nil {
+		t.Errorf("at the limit: %v", err)
+	}
+}
+
+// TestConcurrentUnpack lets many unpack overlapping chains at once.
+func TestConcurrentUnpack(t *testing.T) {
+	from, to := newSource(t), newHost(t)
+	errs := make(chan error)
+	files := [][]byte{from.pack(t, "root", Options{}), from.pack(t, "mid", Options{}), from.pack(t, "tip", Options{})}
+	for i := range 9 {
+		go func() {
+			_, err := to.unpack(t, files[i%3], UnpackOptions{})
+			errs <- err
+		}()
+	}
+	for range 9 {
+		if err := <-errs; err != nil {
+			t.Error(err)
+		}
+	}
+	if diff := cmp.Diff([]string{"img1", "mid", "root", "tip"}, to.names(t)); diff != "" {
+		t.Errorf("stores (-want +got):\n%s", diff)
+	}
+	if err := to.store.Verify(t.Context(), "tip"); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestUnpackFailsAtEveryStep fails each step of the store's and of publishing: nothing may be left.
+func TestUnpackFailsAtEveryStep(t *testing.T) {
+	file := newSource(t).pack(t, "tip", Options{})
+	for fatal := 1; ; fatal++ {
+		n := 0
+		failed := ""
+		fail := func(step string) error {
+			if n++; n == fatal {
+				failed = step
+				return fmt.Errorf("injected at %s", step)
+			}
+			return nil
+		}
+		to := newHost(t, snapshot.WithHook(func(s snapshot.Step) error { return fail(string(s)) }))
+		_, err := to.unpack(t, file, UnpackOptions{Hook: func(s Step) error { return fail(string(s)) }})
+		if failed == "" {
+			if err != nil {
+				t.Errorf("without a failure: %v", err)
+			}
+			if n < 30 {
+				t.Errorf("only %d steps", n)
+			}
+			return
+		}
+		if err == nil || !strings.Contains(err.Error(), failed) {
+			t.Errorf("got %v, want the failure at %s", err, failed)
+		}
+		if got := to.names(t); len(got) != 0 {
+			t.Errorf("failed at %s: left over: %v", failed, got)
+		}
+	}
+}
+
+// TestUnpackKilledAtEveryStep lets the process die at each step: what Recover finds is all or nothing.
+func TestUnpackKilledAtEveryStep(t *testing.T) {
+	t.Parallel()
+	file := newSource(t).pack(t, "tip", Options{})
+	packed := filepath.Join(t.TempDir(), "pack")
+	if err := os.WriteFile(packed, file, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	all := []string{"img1", "mid", "root", "tip"}
+	for fatal := 1; ; fatal++ {
+		to := newHost(t)
+		out, err := helperCommand("unpack", packed, to.store.Path(), to.images.dir, fmt.Sprint(fatal)).CombinedOutput()
+		survived := err == nil
+		if !survived && !killed(err) {
+			t.Fatalf("step %d: %v: %s", fatal, err, out)
+		}
+		store, err := snapshot.Open(to.store.Path())
+		if err != nil {
+			t.Fatal(err)
+		}
+		to.images.sweep(t)
+		if err := Recover(t.Context(), store, to.images); err != nil {
+			t.Fatal(err)
+		}
+		got := to.names(t)
+		if survived {
+			if !slices.Equal(got, all) {
+				t.Errorf("not killed: got %v, want %v", got, all)
+			}
+			return
+		}
+		if len(got) != 0 && !slices.Equal(got, all) {
+			t.Errorf("killed at step %d: got %v, want all or nothing", fatal, got)
+		}
+		if len(got) > 0 {
+			if err := store.Verify(t.Context(), "tip"); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+}
