@@ -415,6 +415,25 @@ func TestTruncated(t *testing.T) {
 	}
 }
 
+// FuzzContents is for the first member alone: nothing that is accepted may name a path, or promise what can't be.
+func FuzzContents(f *testing.F) {
+	f.Add(takeApart(f, newSource(f).pack(f, "tip", Options{}))[0].body)
+	f.Fuzz(func(t *testing.T, data []byte) {
+		c, err := decodeContents(data)
+		if err != nil {
+			return
+		}
+		for _, m := range c.members() {
+			if !filepath.IsLocal(m.name) || m.bytes < 0 {
+				t.Errorf("accepted member %q of %d bytes", m.name, m.bytes)
+			}
+		}
+		if again, err := c.encode(); err != nil || !bytes.Equal(again, data) {
+			t.Errorf("accepted contents that are not written that way (%v)", err)
+		}
+	})
+}
+
 // FuzzUnpack feeds the parser archives before compression, so that the fuzzer reaches it.
 func FuzzUnpack(f *testing.F) {
 	from := newHost(f)

@@ -14,6 +14,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -298,13 +299,19 @@ func TestPackUnpack(t *testing.T) {
 	}
 }
 
-// TestReproducible packs on three machines: the origin, the same again, and one that got it by unpacking and keeps it compressed.
+// TestReproducible packs on three machines: the origin, the same with another number of cores, and one that got the snapshot by
+// unpacking and keeps it compressed.
 func TestReproducible(t *testing.T) {
 	from, to := newSource(t), newHost(t, snapshot.WithCompression())
 	key := ed25519.NewKeyFromSeed(make([]byte, 32))
 	first := from.pack(t, "tip", Options{Sign: key})
-	if again := from.pack(t, "tip", Options{Sign: key}); !bytes.Equal(first, again) {
-		t.Error("packing again gives other bytes")
+	for _, cores := range []int{1, 3} {
+		before := runtime.GOMAXPROCS(cores)
+		again := from.pack(t, "tip", Options{Sign: key})
+		runtime.GOMAXPROCS(before)
+		if !bytes.Equal(first, again) {
+			t.Errorf("packing with %d cores gives other bytes", cores)
+		}
 	}
 	if _, err := to.unpack(t, first, UnpackOptions{}); err != nil {
 		t.Fatal(err)
