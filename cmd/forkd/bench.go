@@ -1,84 +1,71 @@
 package main
 
 import (
+	"context"
+	"errors"
 	"fmt"
+	"time"
 
 	"github.com/forkd/forkd/internal/bench"
 )
 
+// benchLimit bounds a whole benchmark.
+const benchLimit = 30 * time.Minute
+
 type benchCmd struct {
-	Tag  string `required:"" help:"Tag of the snapshot."`
-	N    int    `short:"n" default:"100" help:"Children at a time, 1 to 1000."`
-	Only string `enum:"cold,claim,both" default:"both" help:"What to measure: ${enum}."`
+	Tag  string `required:"" help:"Snapshot whose children are measured."`
+	N    int    `short:"n" default:"10" help:"Children at a time, each asked for by a request of its own."`
+	Only string `enum:",cold,claim" default:"" help:"Measure cold forks or claims from a full pool only."`
 }
 
-// Help says what is counted.
-func (c *benchCmd) Help() string {
-	return "Times N requests that are made at once, from each request to the guest's first answer, cold and from a full pool. It kills " +
-		"what it starts, and puts the pool's size back."
-}
-
-// Run measures. A child that failed makes the exit code that of a partial fork.
+// Run measures forks of a snapshot through the daemon's API. Children that fail make it fail.
 func (c *benchCmd) Run(p *program) error {
 	if c.N < 1 || c.N > 1000 {
-		return badUsage("give -n from 1 to 1000", "-n %d children can't be measured", c.N)
+		return badUsage("choose 1 to 1000", "-n %d: not a number of children that can be started", c.N)
 	}
 	cl, err := p.client()
 	if err != nil {
 		return err
 	}
-	only := c.Only
-	if only == "both" {
-		only = ""
-	}
-	report, err := bench.Bench(p.ctx, cl, bench.Options{Tag: c.Tag, N: c.N, Only: only, Progress: p.say})
+	ctx, cancel := context.WithTimeout(p.ctx, benchLimit)
+	defer cancel()
+	r, err := bench.Bench(ctx, cl, bench.Options{Tag: c.Tag, N: c.N, Only: c.Only, Progress: p.say})
 	if err != nil {
 		return err
 	}
-	if err := p.printBench(report); err != nil {
-		return err
+	if p.cli.JSON {
+		err = p.printJSON(r)
+	} else {
+		err = p.printBench(r)
 	}
-	failed := 0
-	for _, run := range []*bench.Run{report.Cold, report.Claim} {
-		if run != nil {
-			failed += run.Failed
+	for _, run := range []*bench.Run{r.Cold, r.Claim} {
+		if run != nil && run.Failed > 0 {
+			err = errors.Join(err, fmt.Errorf("%d of %d children failed: %s", run.Failed, run.N, run.Errors[0].Error))
 		}
 	}
-	if failed > 0 {
-		return &codedError{code: exitPartial, err: fmt.Errorf("%d children failed", failed)}
-	}
-	return nil
+	return err
 }
 
 func (p *program) printBench(r bench.Report) error {
-	if p.cli.JSON {
-		return p.printJSON(r)
-	}
-	p.say("%s on %s %s (%s), %d MiB; boot and warm-up of the parent: %s", r.Tag, r.Engine, r.EngineVersion, r.Accel, r.MemMiB, millis(r.BootWarmMS))
 	var rows [][]string
-	for _, run := range []struct {
-		name string
-		of   *bench.Run
-	}{{"cold", r.Cold}, {"claim", r.Claim}} {
-		if run.of == nil {
-			continue
+	add := func(name string, run *bench.Run) {
+		if run == nil {
+			return
 		}
-		for _, e := range run.of.Errors {
-			p.say("%s: %d times: %s", run.name, e.Count, e.Error)
+		row := func(what string, t bench.Times) {
+			rows = append(rows, []string{name + what, fmt.Sprint(run.N), fmt.Sprint(run.Failed), millis(t.P50MS), millis(t.P90MS), millis(t.P99MS), millis(t.AllMS)})
 		}
-		for _, t := range []struct {
-			name string
-			of   bench.Times
-		}{{"ready", run.of.Ready}, {"answer", run.of.Answer}} {
-			rows = append(rows, []string{run.name, fmt.Sprintf("%d of %d", run.of.N-run.of.Failed, run.of.N), t.name,
-				millis(t.of.P50MS), millis(t.of.P90MS), millis(t.of.P99MS), millis(t.of.AllMS)})
-		}
+		row(", identity acknowledged", run.Ready)
+		row(", first answer", run.Answer)
 	}
-	if err := p.table([]string{"PATH", "WELL", "UNTIL", "P50", "P90", "P99", "ALL"}, rows); err != nil {
+	add("cold", r.Cold)
+	add("from the pool", r.Claim)
+	if err := p.table([]string{"FORK", "CHILDREN", "FAILED", "P50", "P90", "P99", "ALL"}, rows); err != nil {
 		return err
 	}
-	if m := r.Memory; m != nil {
-		p.say("memory of a child before its first eval: %s of its own in the guest, %s for its process", size(m.AnonKiBP50<<10), size(m.PSSKiBP50<<10))
+	if r.Memory != nil {
+		fmt.Fprintf(p.stdout, "\nmemory a child adds: %s of the guest's, %s with its monitor and its share of the parent's\n",
+			size(r.Memory.AnonKiBP50<<10), size(r.Memory.PSSKiBP50<<10))
 	}
 	return nil
 }

@@ -1,105 +1,95 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
+	"time"
 
 	"github.com/forkd/forkd/internal/demo"
 )
 
+// demoLimit is enough for an image from nothing on a slow machine.
+const demoLimit = 45 * time.Minute
+
 type demoCmd struct {
-	daemonFlags
-	N int `short:"n" default:"10" help:"Children of each kind, 1 to 1000."`
+	N     int      `short:"n" default:"10" help:"Children of each kind."`
+	Cache string   `placeholder:"DIR" env:"FORKD_CACHE" help:"Where the image is kept for the next time. Default: $$XDG_CACHE_HOME/forkd, else ~/.cache/forkd."`
+	Accel string   `enum:"auto,kvm,tcg" default:"auto" help:"KVM, emulation, or KVM if a test guest runs on it: ${enum}."`
+	QEMU  string   `name:"qemu" placeholder:"FILE" help:"The QEMU binary. Default: the one in $$PATH."`
+	Serve []string `name:"serve-arg" placeholder:"ARG" help:"A further argument for the demo's daemon; may be repeated."`
 }
 
-// Help says what it does to the machine.
-func (c *demoCmd) Help() string {
-	return "Starts a daemon of its own, builds an image (the first time, into the cache), freezes a warmed Python with numpy, forks it " +
-		"cold and from a pool, checks that no two children share an identity, and leaves nothing but the cache."
-}
-
-// Run runs the demo. What it found out is printed also when something went wrong.
+// Run runs the demo with a daemon of its own. Failures among the children and leftovers make it fail.
 func (c *demoCmd) Run(p *program) error {
 	if c.N < 1 || c.N > 1000 {
-		return badUsage("give -n from 1 to 1000", "-n %d children can't be shown", c.N)
+		return badUsage("choose 1 to 1000", "-n %d: not a number of children that can be started", c.N)
 	}
-	if c.Data != "" || c.RunDir != "" {
-		return badUsage("leave --data and --run out", "the demo has directories of its own")
-	}
-	if err := c.fillDefaults(p.getenv); err != nil {
-		return err
+	if c.Cache == "" {
+		base := p.getenv("XDG_CACHE_HOME")
+		if base == "" {
+			base = filepath.Join(p.getenv("HOME"), ".cache")
+		}
+		c.Cache = filepath.Join(base, "forkd")
 	}
 	self, err := os.Executable()
 	if err != nil {
-		return fmt.Errorf("find this program: %w", err)
+		return fmt.Errorf("find the program itself: %w", err)
 	}
-	report, err := demo.Run(p.ctx, demo.Options{N: c.N, Program: self, Cache: c.Cache, Serve: c.serveFlags(), Progress: p.say})
-	if report.N > 0 && report.Engine != "" {
-		err = errors.Join(err, p.printDemo(report))
+	ctx, cancel := context.WithTimeout(p.ctx, demoLimit)
+	defer cancel()
+	args := append([]string{"--accel", c.Accel}, c.Serve...)
+	if c.QEMU != "" {
+		args = append(args, "--qemu", c.QEMU)
+	}
+	r, err := demo.Run(ctx, demo.Options{N: c.N, Program: self, Cache: c.Cache, Serve: args, Progress: p.say})
+	if p.cli.JSON {
+		err = errors.Join(p.printJSON(r), err)
+	} else if err == nil {
+		err = p.printDemo(r)
 	}
 	if err == nil {
-		err = judge(report)
+		err = judge(r)
 	}
 	return err
 }
 
-// serveFlags passes on what the demo's daemon may use.
-func (f *daemonFlags) serveFlags() []string {
-	args := []string{"--engine", f.Engine, "--accel", f.Accel}
-	if f.QEMU != "" {
-		args = append(args, "--qemu", f.QEMU)
-	}
-	if f.MemoryBudgetMiB > 0 {
-		args = append(args, "--memory-budget-mib", fmt.Sprint(f.MemoryBudgetMiB))
-	}
-	if f.CacheMemoryMiB > 0 {
-		args = append(args, "--resident-mib", fmt.Sprint(f.CacheMemoryMiB))
-	}
-	if f.MaxLaunches > 0 {
-		args = append(args, "--max-launches", fmt.Sprint(f.MaxLaunches))
-	}
-	return args
-}
-
-func (p *program) printDemo(r demo.Report) error {
-	if p.cli.JSON {
-		return p.printJSON(r)
-	}
-	latency := func(l demo.Latency, ratio float64) string {
-		return fmt.Sprintf("%s half of the time, %s at most (99 %%); %d of %d answered; %.0f times faster than booting", millis(l.P50MS), millis(l.P99MS),
-			l.N-l.Failed, l.N, ratio)
+// judge is an error when something that a fork promises was not kept.
+func judge(r demo.Report) error {
+	if r.Cold.Failed > 0 || r.Claim.Failed > 0 || r.LeftoverCount > 0 {
+		return fmt.Errorf("%d cold and %d claimed children failed, %d things were left over", r.Cold.Failed, r.Claim.Failed, r.LeftoverCount)
 	}
 	d := r.Distinct
-	return p.facts([][2]string{
-		{"engine", fmt.Sprintf("%s %s, %s", r.Engine, r.EngineVersion, r.Accel)},
-		{"boot and warm-up", millis(r.BootWarmMS)},
-		{"cold fork", latency(r.Cold, r.ColdRatio)},
-		{"claim", latency(r.Claim, r.ClaimRatio)},
-		{"memory of a child", fmt.Sprintf("%s of its own in the guest, %s for its process", size(r.AnonKiBP50<<10), size(r.PSSKiBP50<<10))},
-		{"distinct among " + fmt.Sprint(r.N), fmt.Sprintf("urandom %d, uuid4 %d, openssl %d, random %d, numpy %d, hostname %d, machine-id %d",
-			d.URandom, d.UUID4, d.OpenSSL, d.PythonRandom, d.NumpyRandom, d.Hostname, d.MachineID)},
-		{"clock", fmt.Sprintf("off by %s at most", millis(r.ClockSkewMax))},
-		{"left over", fmt.Sprint(r.LeftoverCount)},
-		{"one child said", r.Example},
-	})
-}
-
-// judge is an error when what a fork promises was not kept.
-func judge(r demo.Report) error {
-	for name, got := range map[string]int{"urandom": r.Distinct.URandom, "uuid4": r.Distinct.UUID4, "openssl": r.Distinct.OpenSSL,
-		"python_random": r.Distinct.PythonRandom, "numpy_random": r.Distinct.NumpyRandom, "hostname": r.Distinct.Hostname, "machine_id": r.Distinct.MachineID} {
-		if got != r.N {
-			return fmt.Errorf("%d of %d children have a %s of their own", got, r.N, name)
-		}
+	if least := min(d.URandom, d.UUID4, d.OpenSSL, d.PythonRandom, d.NumpyRandom, d.Hostname, d.MachineID); least < r.N {
+		return fmt.Errorf("children share what must be their own: %+v among %d", d, r.N)
 	}
-	switch {
-	case r.Cold.Failed+r.Claim.Failed > 0:
-		return fmt.Errorf("%d cold and %d claimed children failed", r.Cold.Failed, r.Claim.Failed)
-	case r.LeftoverCount > 0:
-		return fmt.Errorf("%d things were left over: %+v", r.LeftoverCount, r.Leftovers)
-	case r.ClockSkewMax >= 1000:
+	if r.ClockSkewMax >= 1000 {
 		return fmt.Errorf("a child's clock is off by %s", millis(r.ClockSkewMax))
 	}
 	return nil
+}
+
+func (p *program) printDemo(r demo.Report) error {
+	of := func(n int) string { return fmt.Sprintf("%d of %d", n, r.N) }
+	fmt.Fprintln(p.stdout)
+	if err := p.table([]string{"REQUEST → FIRST ANSWER", "CHILDREN", "FAILED", "P50", "P99", "FASTER THAN BOOTING"}, [][]string{
+		{"boot and warm up a parent", "1", "0", millis(r.BootWarmMS), "", ""},
+		{"fork, cold", fmt.Sprint(r.Cold.N), fmt.Sprint(r.Cold.Failed), millis(r.Cold.P50MS), millis(r.Cold.P99MS), fmt.Sprintf("%.0f×", r.ColdRatio)},
+		{"fork, from the pool", fmt.Sprint(r.Claim.N), fmt.Sprint(r.Claim.Failed), millis(r.Claim.P50MS), millis(r.Claim.P99MS), fmt.Sprintf("%.0f×", r.ClaimRatio)},
+	}); err != nil {
+		return err
+	}
+	d := r.Distinct
+	fmt.Fprintln(p.stdout)
+	return p.facts([][2]string{
+		{"engine", fmt.Sprintf("%s %s, %s", r.Engine, r.EngineVersion, r.Accel)},
+		{"memory a child adds", size(r.AnonKiBP50<<10) + " of the guest's, " + size(r.PSSKiBP50<<10) + " with its monitor and its share of the parent's"},
+		{"distinct", fmt.Sprintf("urandom %s, uuid4 %s, OpenSSL %s, random %s, numpy %s, hostname %s, machine-id %s", of(d.URandom), of(d.UUID4), of(d.OpenSSL),
+			of(d.PythonRandom), of(d.NumpyRandom), of(d.Hostname), of(d.MachineID))},
+		{"clock", fmt.Sprintf("at most %.1f ms off the host's", r.ClockSkewMax)},
+		{"left behind", fmt.Sprint(r.LeftoverCount)},
+		{"one of them said", r.Example},
+	})
 }

@@ -57,8 +57,6 @@ type cli struct {
 	Serve      serveCmd      `cmd:"" group:"daemon" help:"Run the daemon."`
 	Doctor     doctorCmd     `cmd:"" group:"daemon" help:"Find out whether this machine can run forkd, and what mends it."`
 	Version    versionCmd    `cmd:"" group:"daemon" help:"Show the versions of this program and of the daemon."`
-	Demo       demoCmd       `cmd:"" group:"daemon" help:"Show the main job from beginning to end, on a daemon of its own."`
-	Bench      benchCmd      `cmd:"" group:"daemon" help:"Measure forks of a snapshot."`
 	Cleanup    cleanupCmd    `cmd:"" group:"daemon" help:"Remove what a dead daemon left."`
 	Demo       demoCmd       `cmd:"" group:"daemon" help:"Show what forkd does, from an image to forks, with a daemon of its own."`
 	Bench      benchCmd      `cmd:"" group:"daemon" help:"Measure forks of a snapshot."`
