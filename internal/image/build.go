@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"time"
 )
 
 // build is one run of Store.Build.
@@ -76,7 +77,7 @@ func (b *build) make(ctx context.Context, st *staging) (Image, error) {
 	if err != nil {
 		return Image{}, err
 	}
-	img := Image{FormatVersion: formatVersion, ID: newID(), Name: b.spec.Name, CreatedAt: now(), KernelVersion: k.version,
+	img := Image{FormatVersion: formatVersion, ID: newID(), Name: b.spec.Name, KernelVersion: k.version,
 		RootfsType: src.fsType, Packages: b.spec.Packages, Suite: b.spec.Suite, Mirror: b.spec.Mirror, AgentSHA256: digest(b.store.agent)}
 	kernelBlob, err := blobOf(k.path)
 	if err != nil {
@@ -143,5 +144,6 @@ func (b *build) assemble(st *staging, img *Image, kernel Blob, initramfs []byte,
 	}
 	img.Rootfs = Blob{Name: name, Bytes: root.Bytes, SHA256: root.SHA256}
 	img.Python = root.Python
+	img.CreatedAt = time.Now().UTC().Truncate(time.Second)
 	return nil
 }

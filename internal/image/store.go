@@ -12,7 +12,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"time"
 )
 
 // Store keeps the images below one directory.
@@ -231,6 +230,3 @@ func digest(b []byte) string {
 	sum := sha256.Sum256(b)
 	return hex.EncodeToString(sum[:])
 }
-
-// now is the creation time of an image: whole seconds, UTC.
-func now() time.Time { return time.Now().UTC().Truncate(time.Second) }
