@@ -14,8 +14,9 @@ const helperVariable = "FORKD_TEST_HELPER"
 // program does.
 func TestMain(m *testing.M) {
 	helpers := map[string]func(args []string) error{
-		"mapper": runMapper, // usage_test.go
-		"guest":  runGuest,  // window_guest_test.go
+		"mapper":  runMapper,  // usage_test.go
+		"guest":   runGuest,   // window_guest_test.go
+		"handler": runHandler, // window_fail_test.go
 	}
 	helper, ok := helpers[os.Getenv(helperVariable)]
 	if !ok {

@@ -47,10 +47,14 @@ func Overlay(ctx context.Context, id vmm.Process, img *Image, fds []int) error {
 	if err != nil {
 		return err
 	}
+	rows := overlayCalls(before, img.Plan(), fds) // the same files as img.Layers(), in the same order
 	err = inThread(ctx, p, func(r *remote) error {
-		for i, l := range img.Plan() { // the same files in the same order
-			if err := mapLayer(ctx, r, before, l, fds[i]); err != nil {
-				return fmt.Errorf("map layer %d: %w", i, err)
+		if err := r.callAll(ctx, rows); err != nil {
+			return fmt.Errorf("map layers: %w", err)
+		}
+		for _, row := range rows {
+			if at := row.args[0]; row.result != at {
+				return fmt.Errorf("map layers: mapped at %#x instead of %#x", row.result, at)
 			}
 		}
 		return nil
@@ -82,25 +86,20 @@ func checkLayerFDs(p *process, layers []Layer, fds []int) error {
 	return nil
 }
 
-func mapLayer(ctx context.Context, r *remote, g *guestMap, l Layer, fd int) error {
+// overlayCalls are the system calls that map layers over guest memory.
+func overlayCalls(g *guestMap, layers []Layer, fds []int) []callRow {
 	const prot, flags = unix.PROT_READ | unix.PROT_WRITE, unix.MAP_PRIVATE | unix.MAP_FIXED | unix.MAP_NORESERVE
-	for _, e := range l.Extents {
-		err := within(g.runs, e, func(run Mapping, part Extent) error {
-			at := run.at(part.First)
-			got, err := r.call(ctx, unix.SYS_MMAP, at, uint64(part.Bytes()), prot, flags, uint64(fd), uint64(part.Offset()))
-			if err != nil {
-				return fmt.Errorf("%d pages at page %d: %w", part.N, part.First, err)
-			}
-			if got != at {
-				return fmt.Errorf("%d pages at page %d: mapped at %#x instead of %#x", part.N, part.First, got, at)
-			}
-			return nil
-		})
-		if err != nil {
-			return err
+	var rows []callRow
+	for i, l := range layers {
+		for _, e := range l.Extents {
+			within(g.runs, e, func(run Mapping, part Extent) error {
+				args := [6]uint64{run.at(part.First), uint64(part.Bytes()), prot, flags, uint64(fds[i]), uint64(part.Offset())}
+				rows = append(rows, callRow{nr: unix.SYS_MMAP, args: args})
+				return nil
+			})
 		}
 	}
-	return nil
+	return rows
 }
 
 // checkOverlay looks whether guest memory is where it was and every page of it comes from the file that the image says.

@@ -74,6 +74,11 @@ func (m *pagemap) owned(g *guestMap, e Extent, found func(Extent)) error {
 	})
 }
 
+// ownedProtected is owned for write-protected pages. Of these a scan can't tell a marker from a page that was swapped out.
+func (m *pagemap) ownedProtected(g *guestMap, e Extent, found func(Extent)) error {
+	return m.each(g, e, func(run Mapping, part Extent) error { return m.read(run, part, ownPage, found) })
+}
+
 // rewritten calls found for each run of the process's own pages within e that were written since clearSoftDirty.
 func (m *pagemap) rewritten(g *guestMap, e Extent, found func(Extent)) error {
 	return m.each(g, e, func(run Mapping, part Extent) error {
@@ -88,7 +93,8 @@ func (m *pagemap) each(g *guestMap, e Extent, do func(Mapping, Extent) error) er
 	return nil
 }
 
-// scan asks the kernel for the pages that are not the file's. Some of what looks swapped may be a marker, which only the entry itself tells.
+// scan asks the kernel for the pages that are not the file's. What looks swapped and protected may be a marker that was left over, which
+// only the entry itself tells.
 func (m *pagemap) scan(run Mapping, e Extent, found func(Extent)) error {
 	arg := pmScanArg{
 		start: run.at(e.First), end: run.at(e.First) + uint64(e.Bytes()),

@@ -29,3 +29,29 @@ func loadCall(r *unix.PtraceRegs, gate, nr uint64, args []uint64) {
 func rewind(r *unix.PtraceRegs, gate uint64) {
 	r.Rip, r.Rax, r.Orig_rax = gate, r.Orig_rax, noSyscall
 }
+
+// batchCode makes the system calls of a table, from Rbx up to Rbp, until one fails, and ends with a breakpoint. A row is the number
+// of the call, six arguments, and room for the result.
+//
+//	loop:	cmp %rbp,%rbx; jae done
+//		mov (%rbx),%rax; mov 8(%rbx),%rdi; mov 16(%rbx),%rsi; mov 24(%rbx),%rdx
+//		mov 32(%rbx),%r10; mov 40(%rbx),%r8; mov 48(%rbx),%r9; syscall
+//		mov %rax,56(%rbx); add $64,%rbx; cmp $-4096,%rax; jbe loop
+//	done:	int3
+var batchCode = [...]byte{
+	0x48, 0x39, 0xeb, 0x73, 0x2d,
+	0x48, 0x8b, 0x03, 0x48, 0x8b, 0x7b, 0x08, 0x48, 0x8b, 0x73, 0x10, 0x48, 0x8b, 0x53, 0x18,
+	0x4c, 0x8b, 0x53, 0x20, 0x4c, 0x8b, 0x43, 0x28, 0x4c, 0x8b, 0x4b, 0x30, 0x0f, 0x05,
+	0x48, 0x89, 0x43, 0x38, 0x48, 0x83, 0xc3, 0x40, 0x48, 0x3d, 0x00, 0xf0, 0xff, 0xff, 0x76, 0xce,
+	0xcc,
+}
+
+// loadBatch sets the registers for batchCode at address code over the table [from, to).
+func loadBatch(r *unix.PtraceRegs, code, from, to uint64) {
+	r.Rip, r.Orig_rax, r.Rbx, r.Rbp = code, noSyscall, from, to
+}
+
+// afterBatch reports whether a thread with these registers stands behind batchCode's end.
+func afterBatch(r *unix.PtraceRegs, code uint64) bool {
+	return r.Rip == code+uint64(len(batchCode))
+}

@@ -9,16 +9,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-const (
-	faultBatch = 64  // messages read at a time
-	faultNice  = -10 // of the worker's thread: a thread of the guest waits for it
-)
+// faultBatch is how many messages are read at a time.
+const faultBatch = 64
+
+// beFirst has this thread run as soon as it can whatever else the host is busy with: a thread of the guest waits for it, and it only ever
+// runs for microseconds. A host that doesn't allow it has longer stalls, no more.
+func beFirst() {
+	attr := unix.SchedAttr{Size: unix.SizeofSchedAttr, Policy: unix.SCHED_RR, Priority: 1, Flags: unix.SCHED_FLAG_RESET_ON_FORK}
+	unix.SchedSetAttr(0, &attr, 0)
+}
 
 // serve answers the guest's faults until the window is closed. A thread of the guest waits for each of them, so this never waits for the monitor,
 // nor for the sweeper, and writes to the layer only when no fault is pending.
 func (w *window) serve() {
 	runtime.LockOSThread() // for good: the thread ends with the window, and its priority with it
-	unix.Setpriority(unix.PRIO_PROCESS, 0, faultNice)
+	beFirst()
 	c := newCatcher(w)
 	fds := []unix.PollFd{
 		{Fd: int32(w.uffd.fd), Events: unix.POLLIN},

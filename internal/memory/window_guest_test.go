@@ -7,11 +7,13 @@ import (
 	"io"
 	"net"
 	"os"
+	"os/signal"
 	"runtime"
 	"runtime/debug"
 	"slices"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 	"unsafe"
 
@@ -38,6 +40,7 @@ type guestConfig struct {
 	Writers []writerState
 	Split   bool // memory is mapped in two halves, the second before the first
 	Seccomp bool // the idle thread may do nothing but wait
+	Preempt bool // Go's scheduler sends signals to threads that run for long
 }
 
 // writerState is where a writer is: words before Pos have the value Round, the others Round−1.
@@ -47,13 +50,13 @@ type writerState struct {
 }
 
 type guestReply struct {
-	Writers  []writerState `json:",omitempty"`
-	StallNS  int64         // the longest time that a writer took for a page since the last "stats"
-	Written  uint64        // pages since the start
-	Waits    uint64        // of the idle thread
-	Strange  string        // results of the idle thread's waits that it did not expect
-	Signals  int64         // real-time signals handled
-	MemoryAt uint64
+	Writers []writerState `json:",omitempty"`
+	StallNS int64         // the longest time that a writer took for a page since the last "stats"
+	Written uint64        // pages since the start
+	Waits   uint64        // of the idle thread
+	Strange string        // results of the idle thread's waits that it did not expect
+	Signals int64         // real-time signals handled
+	Spins   uint64        // of the spinning thread
 }
 
 type guestProcess struct {
@@ -62,9 +65,9 @@ type guestProcess struct {
 	paused  atomic.Bool
 	parked  sync.WaitGroup
 	resume  chan struct{}
-	started bool
 	writers []*writer
 	idle    idleThread
+	spins   atomic.Uint64
 }
 
 type writer struct {
@@ -81,7 +84,7 @@ func runGuest(args []string) error {
 	if err := json.Unmarshal([]byte(args[0]), &g.cfg); err != nil {
 		return err
 	}
-	runtime.GOMAXPROCS(len(g.cfg.Writers) + 2) // writers never wait: leave room for those who do
+	runtime.GOMAXPROCS(len(g.cfg.Writers) + 3) // writers never wait: leave room for those who do
 	if err := g.mapMemory(); err != nil {
 		return err
 	}
@@ -93,7 +96,7 @@ func runGuest(args []string) error {
 		return err
 	}
 	in, out := json.NewDecoder(conn), json.NewEncoder(conn)
-	if err := out.Encode(guestReply{MemoryAt: uint64(uintptr(unsafe.Pointer(&g.halves[0][0])))}); err != nil {
+	if err := out.Encode(guestReply{}); err != nil {
 		return err
 	}
 	for {
@@ -155,12 +158,34 @@ func (g *guestProcess) do(command string) guestReply {
 			g.resume = make(chan struct{})
 		}
 	case "stats":
-		r := guestReply{Waits: g.idle.waits.Load(), Strange: g.idle.said(), Signals: g.idle.signals.Load()}
-		for _, w := range g.writers {
+		r := guestReply{Waits: g.idle.waits.Load(), Strange: g.idle.said(), Signals: g.idle.signals.Load(), Spins: g.spins.Load()}
+		for i, w := range g.writers {
 			r.StallNS = max(r.StallNS, w.stall.Swap(0))
-			r.Written += w.written.Load()
+			if n := w.written.Load(); i == 0 || n < r.Written {
+				r.Written = n
+			}
 		}
 		return r
+	case "signals": // handle real-time signals
+		g.idle.expecting.Store(true)
+		received := make(chan os.Signal, 64)
+		signal.Notify(received, realTimeSignal)
+		go func() {
+			for range received {
+				g.idle.signals.Add(1)
+			}
+		}()
+	case "spin": // a thread that makes no system call
+		ready := make(chan struct{})
+		go func() {
+			runtime.LockOSThread()
+			name(spinName)
+			close(ready)
+			for {
+				g.spins.Add(1)
+			}
+		}()
+		<-ready
 	case "read": // all of memory
 		var sum byte
 		for page := uint64(0); page < uint64(len(g.halves[0])*2/PageSize); page++ {
@@ -197,14 +222,9 @@ func (w *writer) run() {
 			w.written.Add(1)
 			last = now
 		}
-		p := unsafe.Slice(w.g.word(w.First*wordsPerPage+w.Pos), 64) // 64 words never cross a page
+		p := unsafe.Slice(w.g.word(w.First*wordsPerPage+w.Pos), 32) // never cross a page
 		for i := range p {
 			atomic.StoreUint64(&p[i], w.Round)
-			if i == 31 && w.g.paused.Load() { // a pause may come in the middle of them
-				w.Pos += 32
-				w.park()
-				w.Pos -= 32
-			}
 		}
 		w.Pos += uint64(len(p))
 		if w.g.paused.Load() {
@@ -224,11 +244,25 @@ func (w *writer) park() {
 type idleThread struct {
 	waits   atomic.Uint64
 	signals atomic.Int64
-	mu      sync.Mutex
-	strange []string
+
+	expecting atomic.Bool // signals, so waits may be cut short
+	mu        sync.Mutex
+	strange   []string
 }
 
-const idleName = "idle"
+// Names of threads, and the signal that the guest counts.
+const (
+	idleName = "idle"
+	spinName = "spin"
+
+	realTimeSignal = syscall.Signal(40)
+)
+
+// name gives this thread a name.
+func name(s string) error {
+	b := append([]byte(s), 0)
+	return unix.Prctl(unix.PR_SET_NAME, uintptr(unsafe.Pointer(&b[0])), 0, 0, 0)
+}
 
 func (t *idleThread) start(seccomp bool) error {
 	r, _, err := pipe()
@@ -238,8 +272,7 @@ func (t *idleThread) start(seccomp bool) error {
 	ready := make(chan error)
 	go func() {
 		runtime.LockOSThread()
-		name := append([]byte(idleName), 0)
-		err := unix.Prctl(unix.PR_SET_NAME, uintptr(unsafe.Pointer(&name[0])), 0, 0, 0)
+		err := name(idleName)
 		if err == nil && seccomp {
 			err = onlyWait()
 		}
@@ -250,20 +283,35 @@ func (t *idleThread) start(seccomp bool) error {
 }
 
 func (t *idleThread) loop(r int) {
+	const wait = 20 * time.Millisecond
 	for {
-		fds := []unix.PollFd{{Fd: int32(r), Events: unix.POLLIN}}
-		timeout := unix.Timespec{Nsec: int64(20 * time.Millisecond)}
-		start := time.Now()
-		// Raw, so that no other call is made by this thread. The kernel writes what is left of the time.
-		n, _, errno := unix.RawSyscall6(unix.SYS_PPOLL, uintptr(unsafe.Pointer(&fds[0])), 1, uintptr(unsafe.Pointer(&timeout)), 0, 0, 0)
-		switch took := time.Since(start); {
-		case errno == unix.EINTR:
-		case errno != 0 || n != 0:
-			t.say(fmt.Sprintf("ppoll: %d %v", int(n), errno))
-		case took < 20*time.Millisecond:
-			t.say(fmt.Sprintf("ppoll returned after %v", took))
+		for _, call := range []struct {
+			name  string
+			eintr bool // may end early
+			do    func(*unix.Timespec) (uintptr, unix.Errno)
+		}{
+			{"ppoll", true, func(d *unix.Timespec) (uintptr, unix.Errno) {
+				fds := [1]unix.PollFd{{Fd: int32(r), Events: unix.POLLIN}}
+				n, _, errno := unix.Syscall6(unix.SYS_PPOLL, uintptr(unsafe.Pointer(&fds[0])), 1, uintptr(unsafe.Pointer(d)), 0, 0, 0)
+				return n, errno
+			}},
+			{"nanosleep", false, func(d *unix.Timespec) (uintptr, unix.Errno) { // restarted by way of restart_syscall
+				n, _, errno := unix.Syscall(unix.SYS_NANOSLEEP, uintptr(unsafe.Pointer(d)), 0, 0)
+				return n, errno
+			}},
+		} {
+			timeout := unix.Timespec{Nsec: int64(wait)}
+			start := time.Now()
+			n, errno := call.do(&timeout)
+			switch took := time.Since(start); {
+			case errno == unix.EINTR && (call.eintr || t.expecting.Load()):
+			case errno != 0 || n != 0:
+				t.say(fmt.Sprintf("%s: %d %v", call.name, int(n), errno))
+			case took < wait:
+				t.say(fmt.Sprintf("%s returned after %v", call.name, took))
+			}
+			t.waits.Add(1)
 		}
-		t.waits.Add(1)
 	}
 }
 

@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"strings"
 	"testing"
 	"time"
 
@@ -117,6 +118,9 @@ func launchGuest(t testing.TB, img *Image, cfg guestConfig) *guest {
 	if g.conn, err = net.FileConn(ours); err != nil {
 		t.Fatal(err)
 	}
+	if !cfg.Preempt {
+		g.cmd.Env = append(g.cmd.Env, "GODEBUG=asyncpreemptoff=1")
+	}
 	g.cmd.Stderr = os.Stderr
 	g.cmd.ExtraFiles = []*os.File{img.Base(), theirs, dev}
 	g.process = vmm.Process{IdleThread: idleName, UFFDDev: guestUFFDFD}
@@ -211,7 +215,7 @@ func (g *guest) derive(l Layer) *Image {
 	return img
 }
 
-// advances waits until the writers have written so many more pages.
+// advances waits until each writer has written so many more pages.
 func (g *guest) advances(pages uint64) {
 	g.t.Helper()
 	from := g.do("stats").Written
@@ -257,21 +261,93 @@ func torn(t testing.TB, img *Image, at []writerState, written uint64) int {
 	return n
 }
 
+// until waits for a condition on what the guest says of itself.
+func (g *guest) until(what string, ok func(guestReply) bool) {
+	g.t.Helper()
+	for deadline := time.Now().Add(20 * time.Second); !ok(g.do("stats")); {
+		if time.Now().After(deadline) {
+			g.t.Fatalf("guest %d: not in 20 s: %s", g.process.PID, what)
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+func (g *guest) signal(s unix.Signal) {
+	g.t.Helper()
+	if err := unix.Kill(g.process.PID, s); err != nil {
+		g.t.Fatal(err)
+	}
+}
+
+// waitState waits until the process's main thread is in a state of /proc/PID/stat.
+func (g *guest) waitState(want string) {
+	g.t.Helper()
+	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", g.process.PID))
+		if err != nil {
+			g.t.Fatal(err)
+		}
+		if _, rest, _ := strings.Cut(string(b), ") "); strings.HasPrefix(rest, want) {
+			return
+		}
+		if time.Now().After(deadline) {
+			g.t.Fatalf("guest %d is not in state %s: %s", g.process.PID, want, b)
+		}
+	}
+}
+
+func (g *guest) spinsOn() {
+	g.t.Helper()
+	before := g.do("stats").Spins
+	g.until("the spinning thread spins", func(r guestReply) bool { return r.Spins > before })
+}
+
+// sane checks what must hold of a guest that is left alone again.
 func (g *guest) sane() {
 	g.t.Helper()
 	if s := g.do("stats").Strange; s != "[]" {
 		g.t.Errorf("the idle thread saw %s", s)
 	}
-	if err := unprotectedEverywhere(g.process.PID); err != nil {
-		g.t.Error(err)
+	if n, err := tracersOf(g.process.PID); n != 0 || err != nil {
+		g.t.Errorf("%d threads are traced (%v)", n, err)
+	}
+	if n, err := protectedPages(g); n != 0 || err != nil {
+		g.t.Errorf("%d pages are still write-protected (%v)", n, err)
 	}
 }
 
-// unprotectedEverywhere checks that no page of a process has a write-protect bit or marker, and that nobody traces its threads.
-func unprotectedEverywhere(pid int) error {
-	tracers, err := tracersOf(pid)
-	if err != nil || tracers != 0 {
-		return fmt.Errorf("process %d: %d threads are traced: %v", pid, tracers, err)
+// tracersOf counts the threads of a process that are traced.
+func tracersOf(pid int) (int, error) {
+	tasks, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
+	n := 0
+	for _, t := range tasks {
+		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%s/status", pid, t.Name()))
+		if err == nil && !strings.Contains(string(b), "\nTracerPid:\t0\n") {
+			n++
+		}
 	}
-	return nil
+	return n, err
+}
+
+// protectedPages counts the guest's pages that have a write-protect bit or marker.
+func protectedPages(g *guest) (n uint64, err error) {
+	p, err := openProcess(g.process)
+	if err != nil {
+		return 0, err
+	}
+	defer p.close()
+	guest, err := readGuestMap(p, g.image)
+	if err != nil {
+		return 0, err
+	}
+	m, err := openPagemap(p)
+	if err != nil {
+		return 0, err
+	}
+	defer m.close()
+	err = m.each(guest, Extent{0, guest.pages()}, func(run Mapping, e Extent) error {
+		protected := func(entry uint64) bool { return entry&pmUFFDWP != 0 }
+		return m.read(run, e, protected, func(e Extent) { n += e.N })
+	})
+	return n, err
 }

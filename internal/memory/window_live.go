@@ -85,7 +85,7 @@ func (c *capture) throughWindow(ctx context.Context, w *window) ([]Extent, error
 		if c.opt.unprotected {
 			return w.findChanged(Extent{0, w.guest.pages()})
 		}
-		return w.freeze()
+		return w.freeze(ctx)
 	})
 	if err != nil {
 		return nil, err
@@ -174,7 +174,9 @@ const (
 )
 
 // findChanged marks the pages of e that the process owns.
-func (w *window) findChanged(e Extent) error { return w.pages.owned(w.guest, e, w.changed.setAll) }
+func (w *window) findChanged(e Extent) error {
+	return w.pages.ownedProtected(w.guest, e, w.changed.setAll)
+}
 
 // rearm protects the noted pages again while the guest still runs: a guest that writes at full speed has written many while we armed, but few
 // since the last round.
@@ -207,11 +209,11 @@ func (w *window) protectNoted() error {
 
 // freeze makes this the instant: from here on pages are captured before they are written.
 // Preconditions: the guest stands still.
-func (w *window) freeze() error {
+func (w *window) freeze(ctx context.Context) error {
 	w.armMu.Lock()
 	defer w.armMu.Unlock()
 	if !w.phase.CompareAndSwap(arming, frozen) {
-		return errors.New("window was given up")
+		return context.Cause(ctx) // it was given up
 	}
 	return w.protectNoted()
 }
