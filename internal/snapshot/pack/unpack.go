@@ -72,7 +72,12 @@ func (u *unpacker) run(in io.Reader) error {
 		return err
 	}
 	defer dec.Close()
-	u.archive = &archive{in: dec, tar: tar.NewReader(dec), seen: map[string]bool{}}
+	return u.unpack(dec)
+}
+
+// unpack reads the archive.
+func (u *unpacker) unpack(in io.Reader) error {
+	u.archive = &archive{in: in, tar: tar.NewReader(in), seen: map[string]bool{}}
 	if err := u.readHead(); err != nil {
 		return err
 	}
