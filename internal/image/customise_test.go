@@ -54,9 +54,6 @@ func TestCustomise(t *testing.T) {
 			t.Errorf("%s (-got +want):\n%s", name, d)
 		}
 	}
-	if got := read("../" + filepath.Base(outside) + "/resolv.conf"); filepath.Dir(outside) == filepath.Dir(tree) && got != "the host's" {
-		t.Errorf("a link led out of the tree: %q", got)
-	}
 	if raw, err := os.ReadFile(resolv); err != nil || string(raw) != "the host's" {
 		t.Errorf("a link led out of the tree: %q, %v", raw, err)
 	}
