@@ -122,8 +122,8 @@ func (m *Manager) commit(ctx context.Context, b *box, c *child, readyIn, timeout
 	b.child = c
 	b.mu.Unlock()
 	c.grant.settle()
-	m.watch(b)
 	m.emit(Event{Kind: EventSandboxState, SandboxID: b.id, Tag: b.frozen.tag, State: StateRunning})
+	m.watch(b) // from here on it may end at any moment
 	return nil
 }
 

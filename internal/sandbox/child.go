@@ -96,16 +96,20 @@ func (m *Manager) launch(ctx context.Context, f *frozen, id string, g *grant, wh
 // startMachine brings the machine up to the point at which it is loaded and paused.
 func (m *Manager) startMachine(ctx context.Context, c *child, f *frozen, files restoreFiles, undo *cleanup, points launchPoints) error {
 	img := c.image.Image()
-	if n := len(img.Layers()); n > 0 {
-		return fmt.Errorf("%w: snapshot %s rests on %d layers, which can't be mapped yet", vmm.ErrIncompatible, f.tag, n)
+	cfg := vmm.PrepareConfig{Dir: c.dir, Shape: f.manifest.Shape, Memory: img.Base(), Rootfs: files.rootfs}
+	for _, l := range img.Layers() {
+		cfg.Layers = append(cfg.Layers, l.File)
 	}
-	prepared, err := m.engine.Prepare(ctx, vmm.PrepareConfig{Dir: c.dir, Shape: f.manifest.Shape, Memory: img.Base(), Rootfs: files.rootfs})
+	prepared, err := m.engine.Prepare(ctx, cfg)
 	if err != nil {
 		return err
 	}
 	kill := prepared.Kill
 	undo.add(func() error { return kill() })
 	if err := m.hit(ctx, points.prepared); err != nil {
+		return err
+	}
+	if err := memory.Overlay(ctx, prepared.Process(), img, nil); err != nil {
 		return err
 	}
 	kill = func() error { return nil } // Load ends the monitor itself when it fails

@@ -108,7 +108,7 @@ func (c *creation) claimTag(ctx context.Context) error {
 		delete(m.frozen, f.tag)
 		return nil
 	})
-	err := m.db.AddSnapshot(ctx, store.Snapshot{ID: f.id, Tag: f.tag, Status: store.SnapshotWriting, Image: f.image,
+	err := m.db.AddSnapshot(context.WithoutCancel(ctx), store.Snapshot{ID: f.id, Tag: f.tag, Status: store.SnapshotWriting, Image: f.image,
 		CreatedAt: f.createdAt, PoolSize: c.req.PoolSize})
 	if err != nil {
 		return err

@@ -129,7 +129,15 @@ func (m *Manager) admit(f *frozen, req ForkRequest, n int) ([]*grant, error) {
 	}
 	each := m.limits.childNeed(f.manifest.Shape)
 	grants, err := m.memory.take(n, each)
+	if missing := n - len(grants); err == nil && missing > 0 && m.shed(missing) > 0 {
+		var more []*grant
+		more, err = m.memory.take(missing, each)
+		grants = append(grants, more...)
+	}
 	if err != nil {
+		for _, g := range grants {
+			g.release()
+		}
 		return nil, fault(err, "fork of snapshot %s", f.tag)
 	}
 	if len(grants) < n {

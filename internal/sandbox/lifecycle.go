@@ -80,7 +80,7 @@ func (m *Manager) Kill(ctx context.Context, id string) error {
 	if _, err := m.ended(ctx, id); err != nil {
 		return err
 	}
-	return m.forget(ctx, id)
+	return m.forget(context.WithoutCancel(ctx), id)
 }
 
 // reasonKilled marks a record that Kill was about to remove.
@@ -128,7 +128,7 @@ func (m *Manager) moveDeadline(ctx context.Context, b *box, deadline time.Time) 
 	if b.ending {
 		return context.Cause(b.life)
 	}
-	if err := m.db.SetDeadline(ctx, b.id, deadline); err != nil {
+	if err := m.db.SetDeadline(context.WithoutCancel(ctx), b.id, deadline); err != nil {
 		return fault(err, "deadline of sandbox %s", b.id)
 	}
 	b.rec.Deadline = deadline

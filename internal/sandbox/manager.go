@@ -83,10 +83,18 @@ func New(cfg Config) (*Manager, error) {
 // lockRunDir makes the run directory ours. The lock goes with the process: machines don't inherit it. It is on the directory itself, so
 // that it leaves no file behind.
 func (m *Manager) lockRunDir() error {
-	for _, dir := range []string{m.cfg.RunDir, m.machinesDir(), m.consolesDir()} {
-		if err := os.MkdirAll(dir, 0o700); err != nil {
-			return fmt.Errorf("run directory: %w", err)
+	err := os.MkdirAll(m.cfg.RunDir, 0o700)
+	if err == nil {
+		// One name for it, whichever way it was given: processes are told to be ours by the paths they hold.
+		m.cfg.RunDir, err = filepath.EvalSymlinks(m.cfg.RunDir)
+	}
+	for _, dir := range []string{m.machinesDir(), m.consolesDir()} {
+		if err == nil {
+			err = os.MkdirAll(dir, 0o700)
 		}
+	}
+	if err != nil {
+		return fmt.Errorf("run directory: %w", err)
 	}
 	f, err := os.Open(m.cfg.RunDir)
 	if err != nil {

@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -279,6 +280,35 @@ func (p *pool) resize(size int) {
 	p.nudge()
 }
 
+// shed ends up to n pool members, of the fullest pools first, and returns how many: what somebody wants now goes before what is kept
+// ready. The pools fill up again when there is room.
+func (m *Manager) shed(n int) int {
+	m.mu.Lock()
+	var pools []*pool
+	for _, f := range m.frozen {
+		if f.pool != nil {
+			pools = append(pools, f.pool)
+		}
+	}
+	m.mu.Unlock()
+	slices.SortFunc(pools, func(a, b *pool) int { return cmp.Compare(b.status().Ready, a.status().Ready) })
+	ended := 0
+	for _, p := range pools {
+		p.pause(refillRetry) // lest it takes what is given back here
+		members := p.take(n - ended)
+		p.discard(members)
+		ended += len(members)
+	}
+	return ended
+}
+
+// pause lets the pool rest for a while.
+func (p *pool) pause(d time.Duration) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.rest = time.Now().Add(d)
+}
+
 func (p *pool) discard(members []*member) {
 	var wg sync.WaitGroup
 	for _, mem := range members {
@@ -325,7 +355,7 @@ func (m *Manager) SetPool(ctx context.Context, tag string, size int) (PoolStatus
 		return PoolStatus{}, err
 	}
 	defer release()
-	if err := m.db.SetPoolSize(ctx, f.id, size); err != nil {
+	if err := m.db.SetPoolSize(context.WithoutCancel(ctx), f.id, size); err != nil {
 		return PoolStatus{}, fault(err, "pool of snapshot %s", tag)
 	}
 	f.pool.resize(size)

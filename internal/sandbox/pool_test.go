@@ -211,3 +211,22 @@ func TestPoolSurvivesARestart(t *testing.T) {
 	d = w.start(t, options{})
 	waitPool(t, d, "py", 2)
 }
+
+func TestForksGoBeforePools(t *testing.T) {
+	l := Limits{MonitorOverhead: 10 << 20, GuestPrivate: 1 << 20, MemoryBudget: 4 * 11 << 20}
+	d := newWorld(t).start(t, options{limits: l})
+	d.snapshot(t, "a", func(r *SnapshotRequest) { r.PoolSize = 3 })
+	d.snapshot(t, "b", nil)
+	waitPool(t, d, "a", 3)
+	boxes := d.fork(t, "b", 3, nil) // there is room for one beside the pool
+	if st, err := d.Pool(t.Context(), "a"); err != nil || st.Ready != 1 {
+		t.Errorf("pool: got %+v, %v, want 1 ready", st, err)
+	}
+	for _, b := range boxes {
+		if err := d.Kill(t.Context(), b.ID); err != nil {
+			t.Error(err)
+		}
+	}
+	waitPool(t, d, "a", 3) // there is room again
+	d.checkTidy(t, 3, "a", "b")
+}

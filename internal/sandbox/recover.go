@@ -61,7 +61,7 @@ func (m *Manager) recoverSnapshots(ctx context.Context, r *Recovery) (map[*froze
 		man, err := m.snapshots.Get(rec.ID)
 		missing := errors.Is(err, snapshot.ErrNotFound)
 		switch {
-		case rec.Status == store.SnapshotDeleting || rec.Status == store.SnapshotWriting && missing:
+		case rec.Status == store.SnapshotDeleting || rec.Status == store.SnapshotWriting && err != nil:
 			if err := m.recoverRemoval(ctx, rec, missing, r); err != nil {
 				return nil, err
 			}
@@ -209,6 +209,7 @@ func (m *Manager) attach(ctx context.Context, rec store.Sandbox) (_ *child, err 
 	c.agent, c.tap = m.newAgent(machine, true)
 	defer func() {
 		if err != nil {
+			m.warn(m.saveConsole(context.WithoutCancel(ctx), c), "save the console of a sandbox", rec.ID)
 			err = errors.Join(err, machine.Kill(), ignoreClosed(c.agent.Close()))
 		}
 	}()

@@ -15,12 +15,13 @@ import (
 // Snapshots returns all snapshots, by tag.
 func (m *Manager) Snapshots(ctx context.Context) ([]Snapshot, error) {
 	m.mu.Lock()
-	tags := slices.Sorted(maps.Keys(m.frozen))
-	views := make([]Snapshot, 0, len(tags))
-	manifests := make([]snapshot.Manifest, 0, len(tags))
-	for _, tag := range tags {
-		views = append(views, m.viewLocked(m.frozen[tag]))
-		manifests = append(manifests, m.frozen[tag].manifest)
+	views := make([]Snapshot, 0, len(m.frozen))
+	manifests := make([]snapshot.Manifest, 0, len(m.frozen))
+	for _, tag := range slices.Sorted(maps.Keys(m.frozen)) {
+		if f := m.frozen[tag]; !f.deleting {
+			views = append(views, m.viewLocked(f))
+			manifests = append(manifests, f.manifest)
+		}
 	}
 	m.mu.Unlock()
 	for i := range views {
@@ -36,7 +37,7 @@ func (m *Manager) Snapshot(ctx context.Context, tag string) (Snapshot, error) {
 	}
 	m.mu.Lock()
 	f := m.frozen[tag]
-	if f == nil {
+	if f == nil || f.deleting {
 		m.mu.Unlock()
 		return Snapshot{}, newError(CodeSnapshotNotFound, nil, "`forkd images` lists the snapshots", "no snapshot has the tag %s", tag)
 	}
