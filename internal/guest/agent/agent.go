@@ -16,6 +16,7 @@ package agent
 
 import (
 	"os"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -58,7 +59,9 @@ type Agent struct {
 	log     func(string)
 	started time.Time
 	boot    int64 // uptime in ns when the agent started
+	pid     uint32
 	python  string
+	files   identityFiles
 
 	out       outlet
 	procs     *reaper
@@ -71,8 +74,12 @@ type Agent struct {
 	fd        int         // connection, -1 while there is none
 	session   uint64      // of the connection; 0 before HELLO
 	env       []string    // of the identity
-	lastEnv   []string    // of the identity before
-	quiet     struct {
+	warm      struct {
+		bytes []byte
+		words []string
+	} // see warmHeap
+	lastEnv []string // of the identity before
+	quiet   struct {
 		session uint64
 		id      uint32
 	} // the QUIESCE that is under way
@@ -90,11 +97,8 @@ func New(opt Options) (*Agent, error) {
 	if a.opt.Machine == nil {
 		a.opt.Machine = nowhere{}
 		if !opt.Sandboxed {
-			a.opt.Machine = kernel{}
+			a.opt.Machine = &kernel{random: -1}
 		}
-	}
-	if a.opt.Root == "" && !opt.Sandboxed {
-		a.opt.Root = "/"
 	}
 	var ts unix.Timespec
 	if unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts) == nil {
@@ -107,6 +111,9 @@ func New(opt Options) (*Agent, error) {
 		}
 		a.stop = fd
 	}
+	a.pid = uint32(os.Getpid())
+	a.files.root = strings.TrimRight(opt.Root, "/")
+	a.files.on = opt.Root != "" || !opt.Sandboxed
 	a.out.fd = -1
 	a.procs = newReaper(opt.init)
 	a.in.init(a)
@@ -121,6 +128,7 @@ func (a *Agent) Close() error {
 	a.in.shutdown()
 	a.wg.Wait()
 	a.procs.close()
+	a.files.close()
 	if a.stop >= 0 {
 		unix.Close(a.stop)
 		a.stop = -1

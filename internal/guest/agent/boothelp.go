@@ -14,8 +14,8 @@ const moduleList = "/modules/load.order"
 // loadModules loads what the initramfs lists, in its order; a path is below the list's directory. A list that is not there is empty: the
 // kernel has everything built in.
 func loadModules() error {
-	list, err := os.ReadFile(moduleList)
-	if errors.Is(err, os.ErrNotExist) {
+	list, err := readFile(moduleList)
+	if err == unix.ENOENT {
 		return nil
 	}
 	if err != nil {
@@ -34,7 +34,7 @@ func loadModules() error {
 }
 
 func loadModule(path string) error {
-	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	fd, err := open(path, unix.O_RDONLY)
 	if err != nil {
 		return err
 	}
@@ -110,9 +110,4 @@ func loopbackUp() error {
 	}
 	req.SetUint16(req.Uint16() | unix.IFF_UP)
 	return os.NewSyscallError("SIOCSIFFLAGS", unix.IoctlIfreq(fd, unix.SIOCSIFFLAGS, req))
-}
-
-func firstLine(b []byte) string {
-	line, _, _ := strings.Cut(string(b), "\n")
-	return strings.TrimSpace(line)
 }

@@ -33,13 +33,13 @@ func findChannel(ev *uevents) (transport, error) {
 // findPort returns the device of the virtio-serial port with that name, or "".
 func findPort(name string) string {
 	const dir = "/sys/class/virtio-ports"
-	entries, err := os.ReadDir(dir)
+	entries, err := readDir(dir)
 	if err != nil {
 		return ""
 	}
 	for _, e := range entries {
-		if b, err := os.ReadFile(dir + "/" + e.Name() + "/name"); err == nil && firstLine(b) == name {
-			return "/dev/" + e.Name()
+		if b, err := readFile(dir + "/" + e + "/name"); err == nil && firstLine(b) == name {
+			return "/dev/" + e
 		}
 	}
 	return ""
@@ -47,7 +47,7 @@ func findPort(name string) string {
 
 // hasVsock says whether the machine has a vsock device with an address of its own; the driver alone makes /dev/vsock too.
 func hasVsock() bool {
-	fd, err := unix.Open("/dev/vsock", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	fd, err := open("/dev/vsock", unix.O_RDONLY)
 	if err != nil {
 		return false
 	}

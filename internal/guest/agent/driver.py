@@ -163,13 +163,16 @@ def reseed(seed):
 
 
 def reseed_numpy(nr, seed):
-    seq = nr.SeedSequence(words(seed))
+    # The whole state of the Mersenne twister: seed() would hash a shorter one through half of numpy, which is slow the first time.
     try:
-        nr.seed(words(seed))
-    except TypeError:
-        nr.set_bit_generator(type(nr.get_bit_generator())(seq.spawn(1)[0]))
-    for bits in generators:
-        bits.state = type(bits)(seq.spawn(1)[0]).state
+        nr.set_state(('MT19937', memoryview(os.urandom(2496)).cast('I'), 624, 0, 0.0))
+    except ValueError:
+        # Another generator was put in its place.
+        nr.set_bit_generator(type(nr.get_bit_generator())(nr.SeedSequence(words(seed))))
+    if generators:
+        seq = nr.SeedSequence(words(seed))
+        for bits in generators:
+            bits.state = type(bits)(seq.spawn(1)[0]).state
 
 
 def identify(body):

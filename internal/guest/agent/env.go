@@ -1,7 +1,6 @@
 package agent
 
 import (
-	"os"
 	"path/filepath"
 	"strings"
 
@@ -107,15 +106,4 @@ func findPython(configured string) string {
 		return ""
 	}
 	return file
-}
-
-func isDir(path string) error {
-	st, err := os.Stat(path)
-	if err != nil {
-		return err
-	}
-	if !st.IsDir() {
-		return &os.PathError{Op: "chdir", Path: path, Err: unix.ENOTDIR}
-	}
-	return nil
 }

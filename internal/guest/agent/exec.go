@@ -219,7 +219,7 @@ func (c *command) pipes() (theirs, ours []uintptr, err error) {
 		return unix.SetNonblock(p[ourEnd], true)
 	}
 	if len(c.req.Stdin) == 0 {
-		null, err := unix.Open("/dev/null", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+		null, err := open("/dev/null", unix.O_RDONLY)
 		if err != nil {
 			return nil, nil, err
 		}

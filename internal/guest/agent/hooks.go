@@ -1,9 +1,8 @@
 package agent
 
 import (
-	"errors"
 	"os"
-	"path/filepath"
+	"slices"
 	"strconv"
 	"time"
 
@@ -11,24 +10,25 @@ import (
 )
 
 const (
-	hookDir     = "etc/forkd/on-fork.d"
+	hookDir     = "/etc/forkd/on-fork.d"
 	hookTimeout = 30 * time.Second // for all hooks of an identity together
 	hookOutput  = 4 << 10          // bytes of a failed hook's output that are reported
 )
 
 // findHooks lists the executables of the hook directory in name order. A directory that does not exist has none.
 func findHooks(root string) ([]string, error) {
-	dir := filepath.Join(root, hookDir)
-	entries, err := os.ReadDir(dir)
-	if errors.Is(err, os.ErrNotExist) {
+	dir := root + hookDir
+	if !exists(dir) {
 		return nil, nil
 	}
+	names, err := readDir(dir)
 	if err != nil {
 		return nil, err
 	}
+	slices.Sort(names)
 	var hooks []string
-	for _, e := range entries {
-		if path := filepath.Join(dir, e.Name()); executable(path) == nil {
+	for _, name := range names {
+		if path := dir + "/" + name; executable(path) == nil {
 			hooks = append(hooks, path)
 		}
 	}

@@ -57,8 +57,8 @@ func (a *Agent) applyIdentity(req *agentproto.Identity) string {
 			return "can't set the host name: " + err.Error()
 		}
 	}
-	if a.opt.Root != "" {
-		if err := writeIdentityFiles(a.opt.Root, req); err != nil {
+	if a.files.on {
+		if err := a.files.write(req); err != nil {
 			return err.Error()
 		}
 	}
@@ -104,11 +104,11 @@ func (a *Agent) identityReseeded(python bool, problem string) {
 		return
 	}
 	st.ack.Python = python
-	if !st.req.RunHooks || a.opt.Root == "" {
+	if !st.req.RunHooks || !a.files.on {
 		a.ackIdentity()
 		return
 	}
-	hooks, err := findHooks(a.opt.Root)
+	hooks, err := findHooks(a.files.root)
 	if err != nil {
 		a.failIdentity("can't list the hooks: " + err.Error())
 		return

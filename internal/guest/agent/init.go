@@ -32,7 +32,8 @@ func runInit() int {
 	// No collector but at the limit: a cycle in an idle fork would make pages private and cost milliseconds under TCG.
 	debug.SetGCPercent(-1)
 	debug.SetMemoryLimit(heapMax)
-	runtime.GOMAXPROCS(2)
+	// One at a time: the machine has one processor as a rule, and looking for work to steal is code that runs for the first time.
+	runtime.GOMAXPROCS(1)
 	// The kernel does not kill process 1 for these, but Go's runtime would exit for them. A channel that nobody reads drops them.
 	signal.Notify(make(chan os.Signal, 1), unix.SIGTERM, unix.SIGINT, unix.SIGHUP, unix.SIGQUIT, unix.SIGPIPE, unix.SIGUSR1, unix.SIGUSR2)
 	t, err := boot()
@@ -97,7 +98,7 @@ func serveInit(t transport) error {
 type kernelWords []string
 
 func cmdline() kernelWords {
-	b, err := os.ReadFile("/proc/cmdline")
+	b, err := readFile("/proc/cmdline")
 	if err != nil {
 		return nil
 	}
@@ -114,16 +115,11 @@ func (w kernelWords) value(name, def string) string {
 	return def
 }
 
-func exists(path string) bool {
-	var st unix.Stat_t
-	return unix.Stat(path, &st) == nil
-}
-
 // console writes a message for people to the machine's console, or to the kernel's log when there is none yet.
 func console(msg string) {
 	line := []byte("forkd-agent: " + msg + "\n")
 	for _, path := range []string{"/dev/console", "/dev/kmsg"} {
-		fd, err := unix.Open(path, unix.O_WRONLY|unix.O_NOCTTY|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+		fd, err := open(path, unix.O_WRONLY|unix.O_NOCTTY|unix.O_NONBLOCK)
 		if err != nil {
 			continue
 		}

@@ -254,7 +254,7 @@ func (in *interp) start() error {
 	var pipes [5][2]int // stdout, stderr, request, answer, driver
 	var theirs []uintptr
 	defer func() { closeAll(theirs) }()
-	null, err := unix.Open("/dev/null", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	null, err := open("/dev/null", unix.O_RDONLY)
 	if err != nil {
 		return err
 	}

@@ -182,7 +182,7 @@ func (a *Agent) dispatch(kind agentproto.Kind, id uint32, msg []byte) {
 
 func (a *Agent) ping(id uint32) {
 	up := a.boot + a.now()
-	p := agentproto.Pong{UnixNano: time.Now().UnixNano(), UptimeNano: up, PID: uint32(os.Getpid()), Version: Version, Python: a.python != ""}
+	p := agentproto.Pong{UnixNano: time.Now().UnixNano(), UptimeNano: up, PID: a.pid, Version: Version, Python: a.python != ""}
 	a.scratch = p.AppendTo(a.scratch[:0])
 	a.out.send(a.session, agentproto.KindPong, id, a.scratch)
 }

@@ -2,7 +2,6 @@ package agent
 
 import (
 	"errors"
-	"os"
 	"path/filepath"
 
 	"golang.org/x/sys/unix"
@@ -23,7 +22,7 @@ func mountKernelFS() error {
 		{"sysfs", "/sys", ""},
 		{"tmpfs", "/run", "mode=0755"},
 	} {
-		if err := os.MkdirAll(m.dir, 0o755); err != nil {
+		if err := mkdirAll(m.dir, 0o755); err != nil {
 			return errors.New("can't make " + m.dir + ": " + err.Error())
 		}
 		err := unix.Mount(m.kind, m.dir, m.kind, unix.MS_NOSUID, m.data)
@@ -38,7 +37,7 @@ func mountKernelFS() error {
 // share nothing that can be written.
 func mountRoot(device, kind string) error {
 	for _, dir := range []string{lowerDir, upperDir, mergedDir} {
-		if err := os.MkdirAll(dir, 0o755); err != nil {
+		if err := mkdirAll(dir, 0o755); err != nil {
 			return errors.New("can't make " + dir + ": " + err.Error())
 		}
 	}
@@ -49,7 +48,7 @@ func mountRoot(device, kind string) error {
 		return errors.New("can't mount the tmpfs for writes: " + err.Error())
 	}
 	for _, dir := range []string{upperDir + "/data", upperDir + "/work"} {
-		if err := os.Mkdir(dir, 0o755); err != nil {
+		if err := unix.Mkdir(dir, 0o755); err != nil {
 			return errors.New("can't make " + dir + ": " + err.Error())
 		}
 	}
@@ -69,7 +68,7 @@ func switchRoot() error {
 	defer unix.Close(old)
 	for _, dir := range []string{"/dev", "/proc", "/sys", "/run"} {
 		target := mergedDir + dir
-		if err := os.MkdirAll(target, 0o755); err != nil {
+		if err := mkdirAll(target, 0o755); err != nil {
 			return errors.New("can't make " + dir + " in the root file system: " + err.Error())
 		}
 		if err := unix.Mount(dir, target, "", unix.MS_MOVE, ""); err != nil {
@@ -102,9 +101,8 @@ func removeBelow(dir int, dev uint64) {
 	if err != nil {
 		return
 	}
-	f := os.NewFile(uintptr(fd), "initramfs")
-	defer f.Close()
-	names, _ := f.Readdirnames(-1)
+	defer unix.Close(fd)
+	names, _ := dirNames(fd)
 	for _, name := range names {
 		var st unix.Stat_t
 		if unix.Fstatat(fd, name, &st, unix.AT_SYMLINK_NOFOLLOW) != nil || st.Dev != dev {
@@ -132,7 +130,7 @@ func finishRoot() []string {
 		}
 	}
 	mount := func(kind, dir string, flags uintptr, data string) {
-		_ = os.MkdirAll(dir, 0o755)
+		_ = mkdirAll(dir, 0o755)
 		err := unix.Mount(kind, dir, kind, flags, data)
 		try("mount "+kind+" on "+dir, err)
 	}
@@ -143,18 +141,22 @@ func finishRoot() []string {
 	for link, target := range map[string]string{
 		"/dev/fd": "/proc/self/fd", "/dev/stdin": "/proc/self/fd/0", "/dev/stdout": "/proc/self/fd/1", "/dev/stderr": "/proc/self/fd/2",
 	} {
-		if !exists(filepath.Dir(target)) || os.Symlink(target, link) == nil {
+		if !exists(filepath.Dir(target)) || unix.Symlink(target, link) == nil {
 			continue
 		}
-		if _, err := os.Lstat(link); err != nil {
-			try("link "+link, err)
-		}
+		var st unix.Stat_t
+		try("link "+link, unix.Lstat(link, &st))
 	}
 	for _, dir := range []string{"/tmp", "/run/lock"} {
-		_ = os.MkdirAll(dir, 0o777)
-		try("open "+dir+" for everyone", os.Chmod(dir, os.ModeSticky|0o777))
+		_ = mkdirAll(dir, 0o777)
+		try("open "+dir+" for everyone", unix.Chmod(dir, unix.S_ISVTX|0o777))
 	}
-	if name, err := os.ReadFile("/etc/hostname"); err == nil && firstLine(name) != "" {
+	if !exists("/etc/hosts") {
+		files := identityFiles{}
+		try("write /etc/hosts", files.hosts.replace("", "/etc/hosts", []byte(defaultHosts)))
+		files.close()
+	}
+	if name, err := readFile("/etc/hostname"); err == nil && firstLine(name) != "" {
 		try("set the host name", unix.Sethostname([]byte(firstLine(name))))
 	} else {
 		try("set the host name", unix.Sethostname([]byte("forkd")))

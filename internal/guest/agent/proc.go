@@ -1,7 +1,6 @@
 package agent
 
 import (
-	"os"
 	"strconv"
 	"strings"
 	"sync"
@@ -127,17 +126,17 @@ func (p *proc) killSession() {
 
 // sessionMembers reads from /proc who belongs to the session sid.
 func sessionMembers(sid int) []int {
-	entries, err := os.ReadDir("/proc")
+	entries, err := readDir("/proc")
 	if err != nil {
 		return nil
 	}
 	var pids []int
-	for _, e := range entries {
-		pid, err := strconv.Atoi(e.Name())
+	for _, name := range entries {
+		pid, err := strconv.Atoi(name)
 		if err != nil || pid == sid {
 			continue
 		}
-		stat, err := os.ReadFile("/proc/" + e.Name() + "/stat")
+		stat, err := readFile("/proc/" + name + "/stat")
 		if err != nil {
 			continue
 		}

@@ -27,8 +27,20 @@ func (a *Agent) quiesced(problem string) {
 		a.refuse(a.quiet.session, a.quiet.id, agentproto.CodeInternal, "the machine did not become quiet: "+problem)
 		return
 	}
+	a.files.prepare()
 	if !a.opt.Sandboxed {
 		debug.FreeOSMemory()
+		a.warmHeap()
 	}
 	a.out.send(a.quiet.session, agentproto.KindQuiesceAck, a.quiet.id, nil)
+}
+
+// warmHeap gives the allocator a page for each size of object that an identity or an evaluation needs: the collection took them away, and
+// to get one is the longest way through the allocator there is.
+func (a *Agent) warmHeap() {
+	for size := 8; size <= 1024; size += 8 {
+		a.warm.bytes = make([]byte, size)
+		a.warm.words = make([]string, size/16)
+	}
+	a.warm.bytes, a.warm.words = nil, nil
 }

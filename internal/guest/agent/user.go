@@ -1,6 +1,7 @@
 package agent
 
 import (
+	"errors"
 	"os"
 	"strconv"
 	"strings"
@@ -14,7 +15,7 @@ type user struct {
 	groups            []uint32
 }
 
-var errNoUser = os.ErrNotExist
+var errNoUser = errors.New("no such user or group")
 
 // lookUser resolves "name", "uid", "name:group" or "uid:gid" with the files of root. A uid that has no entry is used as it is.
 func lookUser(root, spec string) (*user, error) {
@@ -99,7 +100,7 @@ func supplementary(root string, u *user) []uint32 {
 // colonFile iterates over the fields of the lines of a file like /etc/passwd; a file that is not there has none.
 func colonFile(path string) func(yield func([]string) bool) {
 	return func(yield func([]string) bool) {
-		data, err := os.ReadFile(path)
+		data, err := readFile(path)
 		if err != nil {
 			return
 		}
