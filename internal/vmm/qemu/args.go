@@ -18,8 +18,10 @@ const consoleRing = vmm.ConsoleLimit
 
 // command collects a QEMU command line and the descriptors it refers to.
 type command struct {
-	args  []string
-	files []*os.File
+	args   []string
+	files  []*os.File
+	uffd   int   // QEMU's number for /dev/userfaultfd; 0: it has none
+	layers []int // QEMU's numbers for the layers
 }
 
 func (c *command) add(args ...string) { c.args = append(c.args, args...) }

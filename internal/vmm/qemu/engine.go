@@ -16,6 +16,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/forkd/forkd/internal/hostcpu"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -64,7 +65,7 @@ func New(opt Options) *Engine {
 		opt.Log = slog.New(slog.DiscardHandler)
 	}
 	if opt.TSCkHz == nil {
-		opt.TSCkHz = hostTSC
+		opt.TSCkHz = hostcpu.TSCkHz // emulation and KVM both show the guest the counter of the host
 	}
 	if opt.KVM == nil {
 		opt.KVM = KVMWorks
@@ -158,22 +159,23 @@ func (e *Engine) Prepare(ctx context.Context, cfg vmm.PrepareConfig) (vmm.Prepar
 		return nil, err
 	}
 	var c command
-	var uffd int
-	var layers []int
 	s, err := e.start(ctx, cfg.Dir, &c, func(socks sockets) {
 		e.machineArgs(&c, info, cfg.Shape, cfg.Memory, cfg.Rootfs, "off", socks)
 		c.add("-S", "-incoming", "defer", "-global", "migration.send-configuration=off")
 		if cfg.UFFD != nil {
-			uffd = c.inherit(cfg.UFFD)
+			c.uffd = c.inherit(cfg.UFFD)
 		}
 		for _, l := range cfg.Layers {
-			layers = append(layers, c.inherit(l))
+			c.layers = append(c.layers, c.inherit(l))
 		}
 	})
 	if err != nil {
 		return nil, fmt.Errorf("prepare child: %w", err)
 	}
-	s.process.id.UFFDDev, s.process.id.LayerFDs = uffd, layers
+	if err := s.dialAhead(ctx); err != nil {
+		s.discard()
+		return nil, fmt.Errorf("prepare child: %w", err)
+	}
 	return &prepared{session: s}, nil
 }
 
@@ -196,7 +198,11 @@ func (e *Engine) start(ctx context.Context, dir string, c *command, build func(s
 		cleanDir(dir)
 		return nil, err
 	}
-	s, err := connect(ctx, p, e.opt.Log)
+	p.id.UFFDDev, p.id.LayerFDs = c.uffd, c.layers
+	var s *session
+	if err = p.record(); err == nil {
+		s, err = connect(ctx, p, e.opt.Log)
+	}
 	if err == nil {
 		err = s.qmp.do(ctx, "migrate-set-capabilities", capabilities, nil)
 	}

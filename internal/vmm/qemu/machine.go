@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -29,8 +30,9 @@ type session struct {
 	process   *process
 	qmp       *monitor
 	log       *slog.Logger
-	migration chan string   // statuses of the incoming migration
-	guestEnd  chan struct{} // closed when the guest has shut down
+	migration chan string                  // statuses of the incoming migration
+	guestEnd  chan struct{}                // closed when the guest has shut down
+	control   atomic.Pointer[net.UnixConn] // made ahead for the first Dial of the control port; see dialAhead
 
 	endOnce sync.Once
 	detail  string // why the guest ended; valid when guestEnd is closed
@@ -45,10 +47,6 @@ func connect(ctx context.Context, p *process, log *slog.Logger) (*session, error
 	s := &session{process: p, log: log, migration: make(chan string, 8), guestEnd: make(chan struct{})}
 	s.qmp = newMonitor(conn, s.event)
 	if err := s.qmp.negotiate(ctx); err != nil {
-		s.qmp.close()
-		return nil, err
-	}
-	if err := p.record(); err != nil {
 		s.qmp.close()
 		return nil, err
 	}
@@ -82,8 +80,22 @@ func (s *session) guestEnded(detail string) {
 	})
 }
 
+// dialAhead connects to the control port before the device state is loaded. The guest was frozen with a host connected; one that comes
+// only after the load would be announced to it, and cost it thousands of instructions before its first answer.
+func (s *session) dialAhead(ctx context.Context) error {
+	c, err := dial(ctx, s.process.id.Dir, controlSocket)
+	if err != nil {
+		return fmt.Errorf("guest port %d: %w", vmm.PortControl, err)
+	}
+	s.control.Store(c)
+	return nil
+}
+
 // discard kills the process and removes its files.
 func (s *session) discard() error {
+	if c := s.control.Swap(nil); c != nil {
+		c.Close()
+	}
 	s.process.kill()
 	s.qmp.close()
 	return s.process.clean()
@@ -202,7 +214,10 @@ func (m *machine) Exit() vmm.Exit        { return m.exit }
 
 func (m *machine) do(ctx context.Context, command string, args, result any, files ...*os.File) error {
 	err := m.session.qmp.do(ctx, command, args, result, files...)
-	if errors.Is(err, errMonitorClosed) {
+	if err == nil || errors.Is(err, vmm.ErrGone) {
+		return err
+	}
+	if errors.Is(err, errMonitorClosed) || errors.Is(err, net.ErrClosed) || errors.Is(err, unix.EPIPE) || errors.Is(err, unix.ECONNRESET) {
 		return fmt.Errorf("%w: %w", err, vmm.ErrGone)
 	}
 	return err
@@ -251,6 +266,11 @@ func (m *machine) Dial(ctx context.Context, port uint32) (net.Conn, error) {
 		name = dataSocket
 	default:
 		return nil, fmt.Errorf("guest port %d: this machine has %d and %d: %w", port, vmm.PortControl, vmm.PortData, vmm.ErrInvalidConfig)
+	}
+	if port == vmm.PortControl {
+		if c := m.session.control.Swap(nil); c != nil {
+			return c, nil
+		}
 	}
 	c, err := dial(ctx, m.session.process.id.Dir, name)
 	if errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, os.ErrNotExist) {

@@ -39,14 +39,16 @@ const stderrLimit = 8 << 10
 // process is a QEMU process, started by this daemon or by an earlier one.
 type process struct {
 	id     vmm.Process
-	pidfd  int
 	cmd    *exec.Cmd // nil when an earlier daemon started it
 	stderr tail
 	done   chan struct{} // closed when the process has ended and was reaped
 	status string        // how it ended; valid when done is closed
+
+	mu    sync.Mutex
+	pidfd int // -1 when the process has ended
 }
 
-// startProcess runs QEMU in dir with files as its descriptors from 3 on, and records it there.
+// startProcess runs QEMU in dir with files as its descriptors from 3 on.
 func startProcess(binary, dir string, args []string, files []*os.File) (*process, error) {
 	cmd := exec.Command(binary, args...)
 	cmd.Dir = dir // names the machine in /proc/PID/cwd even if we die before the record is written
@@ -97,11 +99,31 @@ func (p *process) reap(stderr *os.File) {
 	}()
 	err := p.cmd.Wait()
 	<-copied
+	p.release()
 	p.status = "exit status 0"
 	if err != nil {
 		p.status = err.Error()
 	}
 	close(p.done)
+}
+
+// signal sends a signal by the pidfd, which names this process even when its number was given to another.
+func (p *process) signal(sig unix.Signal) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.pidfd >= 0 {
+		unix.PidfdSendSignal(p.pidfd, sig, nil, 0) // it fails only for a process that has ended
+	}
+}
+
+// release closes the pidfd. Preconditions: the process has ended.
+func (p *process) release() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.pidfd >= 0 {
+		unix.Close(p.pidfd)
+		p.pidfd = -1
+	}
 }
 
 // adoptProcess finds a process that an earlier daemon started.
@@ -119,6 +141,7 @@ func adoptProcess(id vmm.Process) (*process, error) {
 	p := &process{id: id, pidfd: fd, done: make(chan struct{})}
 	go func() {
 		waitPidfd(fd)
+		p.release()
 		p.status = "ended while no daemon was its parent"
 		close(p.done)
 	}()
@@ -140,7 +163,7 @@ func (p *process) kill() {
 	select {
 	case <-p.done:
 	default:
-		unix.PidfdSendSignal(p.pidfd, unix.SIGKILL, nil, 0)
+		p.signal(unix.SIGKILL)
 	}
 	<-p.done
 }
