@@ -1,0 +1,15 @@
+// Package e2e tests forkd as its users meet it: a daemon that is a process of its own, real virtual machines on QEMU, and no way in but
+// the public client, HTTP and the command line. It is for what only shows when all parts are there: state that must not leak
+// between siblings, identities, crashes at any moment, hostile input, leaks over time.
+//
+// Nothing runs unless FORKD_VM_TESTS=1: plain `go test ./...` boots no machine. FORKD_CACHE says where images are kept from one run to
+// the next; FORKD_SOAK how long the soak test goes on (default 30s); FORKD_E2E_SEED a directory in which the warmed snapshot that the
+// tests share is kept, for whoever works on the tests.
+//
+// The lab (lab_test.go) makes one image and one warmed snapshot, the seed, with a daemon of its own. Every other daemon starts on a
+// copy of that data whose large files are hard links, so that only the first one pays for a boot. Tests that change nothing of the
+// daemon share one; the others have one each. When a test fails it prints the daemon's log of its time and the guests' consoles, and at
+// the end of each test, and once more of all, the lab looks for processes, directories and mounts that were left over.
+//
+// Latencies are not asserted here: the machine may be busy with anything. That is what bench/ is for.
+package e2e
