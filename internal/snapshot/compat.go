@@ -30,7 +30,8 @@ func Compat(m Manifest, now vmm.Info) error {
 		{"engine", m.Engine.Engine, now.Engine, "run the daemon with the engine " + m.Engine.Engine + ", " + rebuild},
 		{"engine version", m.Engine.Version, now.Version, "install version " + m.Engine.Version + " of " + m.Engine.Engine + ", " + rebuild},
 		{"accelerator", m.Engine.Accel, now.Accel, "move it to a host with " + m.Engine.Accel + ", " + rebuild},
-		{"machine type", m.Engine.Machine, now.Machine, "use a version of forkd and " + m.Engine.Engine + " that has machine type " + m.Engine.Machine + ", " + rebuild},
+		{"machine type", m.Engine.Machine, now.Machine,
+			"use a version of forkd and " + m.Engine.Engine + " that has machine type " + m.Engine.Machine + ", " + rebuild},
 		{"CPU", m.Engine.CPU, now.CPU, "move it to a host with that CPU, " + rebuild},
 	}
 	for _, f := range fields {

@@ -76,40 +76,45 @@ func (st *Staging) ReadMemory(ctx context.Context, m Manifest, index []byte, pag
 		if err != nil {
 			return &CorruptError{Snapshot: m.ID, File: indexFile, Offset: -1, Reason: "unusable", Err: err}
 		}
-		if err := st.store.hook(StepMemory); err != nil {
-			return err
-		}
-		f, err := st.create(memoryFile)
-		if err != nil {
-			return err
-		}
-		want := x.sums
-		w := &memoryWriter{file: f, compress: st.store.compress, hook: st.store.hook}
-		w.check = func(j *job) error {
-			if j.sum == want[j.index] {
-				return nil
-			}
-			return &CorruptError{Snapshot: m.ID, File: memoryFile, Offset: int64(j.index) * ChunkBytes, Reason: fmt.Sprintf("digest of chunk %d does not match", j.index),
-				Expected: hex.EncodeToString(want[j.index][:]), Actual: hex.EncodeToString(j.sum[:])}
-		}
-		err = w.run(ctx, x, func(emit func(*job) error) error {
-			for i := range want {
-				j := w.newJob(i)
-				j.n = x.chunkBytes(i)
-				if n, err := io.ReadFull(pages, (*j.pages)[:j.n]); err != nil {
-					return fmt.Errorf("memory of snapshot %s ends after %d bytes of %d: %w", m.ID, i*ChunkBytes+n, x.dataBytes(), err)
-				}
-				if err := emit(j); err != nil {
-					return err
-				}
-			}
-			return nil
-		})
-		if err != nil {
-			return err
-		}
-		return st.writeIndex(x)
+		return st.readMemory(ctx, m.ID, x, pages)
 	})
+}
+
+func (st *Staging) readMemory(ctx context.Context, id string, x *index, pages io.Reader) error {
+	if err := st.store.hook(StepMemory); err != nil {
+		return err
+	}
+	f, err := st.create(memoryFile)
+	if err != nil {
+		return err
+	}
+	want := x.sums
+	w := &memoryWriter{file: f, compress: st.store.compress, hook: st.store.hook}
+	w.check = func(j *job) error {
+		if j.sum == want[j.index] {
+			return nil
+		}
+		return &CorruptError{Snapshot: id, File: memoryFile, Offset: int64(j.index) * ChunkBytes,
+			Reason:   fmt.Sprintf("digest of chunk %d does not match", j.index),
+			Expected: hex.EncodeToString(want[j.index][:]), Actual: hex.EncodeToString(j.sum[:])}
+	}
+	err = w.run(ctx, x, func(emit func(*job) error) error {
+		for i := range want {
+			j := w.newJob(i)
+			j.n = x.chunkBytes(i)
+			if n, err := io.ReadFull(pages, (*j.pages)[:j.n]); err != nil {
+				return fmt.Errorf("memory of snapshot %s ends after %d bytes of %d: %w", id, i*ChunkBytes+n, x.dataBytes(), err)
+			}
+			if err := emit(j); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	return st.writeIndex(x)
 }
 
 // decodeFor reads the index that a manifest names.

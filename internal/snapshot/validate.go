@@ -89,7 +89,8 @@ func (m Manifest) validateMemory(c *checker) {
 	c.require(info.LogicalBytes == int64(m.Shape.MemMiB)<<20, "memory.logical_bytes %d does not fit mem_mib %d", info.LogicalBytes, m.Shape.MemMiB)
 	c.require(info.DataBytes >= 0 && info.DataBytes <= info.LogicalBytes && info.DataBytes%memory.PageSize == 0,
 		"memory.data_bytes %d is not a number of pages within %d", info.DataBytes, info.LogicalBytes)
-	c.require(info.PhysicalBytes >= 0 && info.PhysicalBytes <= info.DataBytes, "memory.physical_bytes %d is not in 0..%d", info.PhysicalBytes, info.DataBytes)
+	c.require(info.PhysicalBytes >= 0 && info.PhysicalBytes <= info.DataBytes,
+		"memory.physical_bytes %d is not in 0..%d", info.PhysicalBytes, info.DataBytes)
 	c.require(info.ChunkBytes == ChunkBytes, "memory.chunk_bytes %d, want %d", info.ChunkBytes, ChunkBytes)
 	c.digest("memory.sha256", info.SHA256, false)
 }

@@ -89,7 +89,8 @@ func (w *memoryWriter) hash(in <-chan *job) error {
 	var enc *zstd.Encoder
 	if w.compress {
 		var err error
-		if enc, err = zstd.NewWriter(nil, zstd.WithEncoderLevel(zstd.SpeedFastest), zstd.WithEncoderConcurrency(1), zstd.WithEncoderCRC(false)); err != nil {
+		enc, err = zstd.NewWriter(nil, zstd.WithEncoderLevel(zstd.SpeedFastest), zstd.WithEncoderConcurrency(1), zstd.WithEncoderCRC(false))
+		if err != nil {
 			return err
 		}
 		defer enc.Close()

@@ -186,7 +186,9 @@ func (c Contents) validateChain() error {
 
 // matches checks that a snapshot was booted from this very image.
 func (i Image) matches(ref snapshot.ImageRef) error {
-	for _, pair := range [][2]string{{ref.ID, i.ID}, {ref.KernelSHA256, i.Kernel.SHA256}, {ref.InitramfsSHA256, i.Initramfs.SHA256}, {ref.RootfsSHA256, i.Rootfs.SHA256}} {
+	for _, pair := range [][2]string{
+		{ref.ID, i.ID}, {ref.KernelSHA256, i.Kernel.SHA256}, {ref.InitramfsSHA256, i.Initramfs.SHA256}, {ref.RootfsSHA256, i.Rootfs.SHA256},
+	} {
 		if pair[0] != pair[1] {
 			return fmt.Errorf("it was made from another image (expected %s, actual %s)", pair[0], pair[1])
 		}

@@ -237,7 +237,8 @@ func (v *verifier) Read(b []byte) (int, error) {
 	v.n += int64(n)
 	if err == io.EOF {
 		if got := hex.EncodeToString(v.hash.Sum(nil)); v.n != v.want.Bytes || got != v.want.SHA256 {
-			return n, fmt.Errorf("%w: digest does not match (expected %d bytes, %s, actual %d bytes, %s)", snapshot.ErrCorrupt, v.want.Bytes, v.want.SHA256, v.n, got)
+			return n, fmt.Errorf("%w: digest does not match (expected %d bytes, %s, actual %d bytes, %s)",
+				snapshot.ErrCorrupt, v.want.Bytes, v.want.SHA256, v.n, got)
 		}
 	}
 	return n, err

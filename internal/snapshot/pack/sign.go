@@ -84,7 +84,9 @@ func GenerateKey() (private, public []byte, err error) {
 	if err != nil {
 		return nil, nil, fmt.Errorf("make a key: %w", err)
 	}
-	return pem.EncodeToMemory(&pem.Block{Type: privateBlock, Bytes: privateDER}), pem.EncodeToMemory(&pem.Block{Type: publicBlock, Bytes: publicDER}), nil
+	private = pem.EncodeToMemory(&pem.Block{Type: privateBlock, Bytes: privateDER})
+	public = pem.EncodeToMemory(&pem.Block{Type: publicBlock, Bytes: publicDER})
+	return private, public, nil
 }
 
 // ParsePrivateKey reads an ed25519 key from PEM (PKCS #8), as GenerateKey and openssl genpkey -algorithm ed25519 write it.
