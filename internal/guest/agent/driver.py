@@ -198,10 +198,9 @@ def quiesce():
     del generators[:]
     if 'numpy.random' in modules:
         nr = modules['numpy.random']
+        own = nr.mtrand._rand._bit_generator   # reseed_numpy does that one in another way
         for o in gc.get_objects():
-            if isinstance(o, nr.Generator):
-                keep_generator(o.bit_generator)
-            elif isinstance(o, nr.BitGenerator):
+            if isinstance(o, nr.BitGenerator) and o is not own:
                 keep_generator(o)
     gc.collect()
     gc.freeze()   # the collector leaves what is alive now alone: its pages stay shared between forks

@@ -38,7 +38,7 @@ type execTable struct {
 func (t *execTable) add(c *command) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if len(t.list) >= agentproto.LimitMaxInstances {
+	if len(t.list) >= agentproto.MaxCommands {
 		return false
 	}
 	if t.list == nil {

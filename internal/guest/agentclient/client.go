@@ -35,16 +35,18 @@ type Options struct {
 // Client talks to one guest agent. It is safe for concurrent use.
 type Client struct {
 	dial   Dialer
+	life   context.Context // ends with Close
+	end    context.CancelCauseFunc
 	lock   chan struct{} // held to look at or replace conn; a channel, so that waiting for it ends with the context
 	conn   *conn         // nil: none, or broken
 	resync bool          // the next connection spoils what an earlier one may have left half written
-	closed bool
 	wg     sync.WaitGroup
 }
 
 // New returns a Client. It connects at the first call.
 func New(dial Dialer, opt Options) *Client {
-	return &Client{dial: dial, lock: make(chan struct{}, 1), resync: opt.Resync}
+	life, end := context.WithCancelCause(context.Background())
+	return &Client{dial: dial, life: life, end: end, lock: make(chan struct{}, 1), resync: opt.Resync}
 }
 
 // Ping asks the agent whether it lives.
@@ -82,8 +84,8 @@ func (c *Client) Quiesce(ctx context.Context) error {
 
 // Close breaks the connection, which fails the calls that are under way, and waits until nothing of the Client runs any more.
 func (c *Client) Close() error {
+	c.end(ErrClosed) // before the lock: a dial may be under way
 	c.lock <- struct{}{}
-	c.closed = true
 	cn := c.conn
 	c.conn = nil
 	<-c.lock
@@ -147,13 +149,13 @@ func (c *Client) connection(ctx context.Context) (*conn, error) {
 	case <-ctx.Done():
 		return nil, fmt.Errorf("%w: not connected yet: %w", ErrConnection, context.Cause(ctx))
 	}
-	if c.closed {
+	if c.life.Err() != nil {
 		return nil, fmt.Errorf("%w: %w", ErrConnection, ErrClosed)
 	}
 	if c.conn != nil && !c.conn.broken() {
 		return c.conn, nil
 	}
-	nc, err := c.dial(ctx)
+	nc, err := c.dialAlive(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrConnection, err)
 	}
@@ -166,4 +168,17 @@ func (c *Client) connection(ctx context.Context) (*conn, error) {
 	c.resync = true // whatever comes after this connection may follow a half-written frame of it
 	c.wg.Go(c.conn.read)
 	return c.conn, nil
+}
+
+// dialAlive dials until ctx or the Client ends.
+func (c *Client) dialAlive(ctx context.Context) (net.Conn, error) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	stop := context.AfterFunc(c.life, func() { cancel(ErrClosed) })
+	defer stop()
+	nc, err := c.dial(ctx)
+	if err != nil && c.life.Err() != nil {
+		return nil, ErrClosed
+	}
+	return nc, err
 }

@@ -230,8 +230,12 @@ func (c *conn) deliver(f agentproto.Frame, asm *agentproto.Assembler) {
 	c.mu.Lock()
 	ch := c.pending[f.ID]
 	c.mu.Unlock()
+	if ch == nil {
+		asm.Drop(f.ID)
+		return
+	}
 	msg, fits, done := asm.Add(f)
-	if !done || ch == nil {
+	if !done {
 		return
 	}
 	select {

@@ -28,7 +28,7 @@ func (a *Assembler) Add(f Frame) (msg []byte, fits, ok bool) {
 		p = &part{}
 		a.parts[f.ID] = p
 	}
-	if len(p.data)+len(f.Payload) > MaxMessage || a.total+len(f.Payload) > maxPending || len(a.parts) > LimitMaxInstances*4 {
+	if len(p.data)+len(f.Payload) > MaxMessage || a.total+len(f.Payload) > maxPending || len(a.parts) > MaxCommands*4 {
 		p.lost = true
 		a.total -= len(p.data)
 		p.data = nil

@@ -35,12 +35,12 @@ const ProtocolVersion uint16 = 1
 
 // Limits. Peers enforce them before they allocate.
 const (
-	MaxPayload        = 64 << 10 // bytes of payload in a frame
-	MaxMessage        = 32 << 20 // bytes of a message over all its frames
-	DefaultMaxOutput  = 1 << 20  // bytes kept of each output stream when a request says 0
-	LimitMaxOutput    = 8 << 20  // the most a request may ask to keep of each output stream
-	MinEntropy        = 32       // bytes of entropy an Identity must bring
-	LimitMaxInstances = 64       // commands that may run at once in a guest
+	MaxPayload       = 64 << 10 // bytes of payload in a frame
+	MaxMessage       = 32 << 20 // bytes of a message over all its frames
+	DefaultMaxOutput = 1 << 20  // bytes kept of each output stream when a request says 0
+	LimitMaxOutput   = 8 << 20  // the most a request may ask to keep of each output stream
+	MinEntropy       = 32       // bytes of entropy an Identity must bring
+	MaxCommands      = 64       // commands that may run at once in a guest
 )
 
 // Identity makes a fork an individual of its own.
