@@ -62,6 +62,7 @@ type launchPoints struct{ prepared, loaded, identified string }
 func (m *Manager) launch(ctx context.Context, f *frozen, id string, g *grant, who individual, points launchPoints) (_ *child, err error) {
 	ctx, cancel := context.WithTimeout(ctx, m.limits.LaunchTimeout)
 	defer cancel()
+	begin := time.Now()
 	undo := &cleanup{}
 	defer func() {
 		if err != nil {
@@ -77,6 +78,7 @@ func (m *Manager) launch(ctx context.Context, f *frozen, id string, g *grant, wh
 		return nil, err
 	}
 	undo.add(func() error { ref.Release(); return nil })
+	resident := time.Now()
 	c := &child{id: id, dir: m.machineDir(id), image: ref, grant: g}
 	if err := os.Mkdir(c.dir, 0o700); err != nil {
 		return nil, fmt.Errorf("machine directory: %w", err)
@@ -85,11 +87,13 @@ func (m *Manager) launch(ctx context.Context, f *frozen, id string, g *grant, wh
 	if err := m.startMachine(ctx, c, f, files, undo, points); err != nil {
 		return nil, err
 	}
+	loaded := time.Now()
 	c.agent, c.tap = m.newAgent(c.machine, false)
 	undo.add(func() error { return ignoreClosed(c.agent.Close()) })
 	if err := m.awaken(ctx, c, who); err != nil {
 		return nil, err
 	}
+	m.log.Debug("launched", "id", id, "tag", f.tag, "image", resident.Sub(begin), "load", loaded.Sub(resident), "identity", time.Since(loaded))
 	return c, m.hit(ctx, points.identified)
 }
 

@@ -52,7 +52,7 @@ type Limits struct {
 
 	MemoryBudget    int64 // bytes for machines; default: what the host has available, less MemoryReserve
 	MemoryReserve   int64 // bytes left to the rest of the host; default 256 MiB
-	MonitorOverhead int64 // bytes a monitor takes beside guest memory; default 20 MiB (QEMU 7.2's private share is 18 MB)
+	MonitorOverhead int64 // bytes a monitor takes beside guest memory once its guest has answered; default 24 MiB (measured: QEMU 7.2 with TCG)
 	GuestPrivate    int64 // bytes a child is expected to make private of its guest memory; default 16 MiB
 
 	DefaultMemMiB int // of a parent; default 512
@@ -78,7 +78,7 @@ func (l Limits) withDefaults() Limits {
 	l.Claims = cmp.Or(l.Claims, 2*cpus)
 	l.MaxQueue = cmp.Or(l.MaxQueue, 1000)
 	l.MemoryReserve = cmp.Or(l.MemoryReserve, 256<<20)
-	l.MonitorOverhead = cmp.Or(l.MonitorOverhead, 20<<20)
+	l.MonitorOverhead = cmp.Or(l.MonitorOverhead, 24<<20)
 	l.GuestPrivate = cmp.Or(l.GuestPrivate, 16<<20)
 	l.DefaultMemMiB = cmp.Or(l.DefaultMemMiB, 512)
 	l.MaxMemMiB = cmp.Or(l.MaxMemMiB, 32<<10)

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -191,7 +192,7 @@ func TestEveryPointKills(t *testing.T) {
 
 // TestEngineFailuresDuringSnapshot makes the engine fail at every step of a snapshot.
 func TestEngineFailuresDuringSnapshot(t *testing.T) {
-	d := newWorld(t).start(t, options{limits: Limits{LaunchTimeout: 2e9}})
+	d := newWorld(t).start(t, options{limits: Limits{LaunchTimeout: 4 * time.Second}})
 	for _, step := range []vmmtest.Step{vmmtest.StepBoot, vmmtest.StepPause, vmmtest.StepSave} {
 		for _, action := range []vmmtest.Action{vmmtest.Fail, vmmtest.FailLate, vmmtest.Die} {
 			t.Run(fmt.Sprintf("%s %s", step, action), func(t *testing.T) {

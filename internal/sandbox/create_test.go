@@ -67,16 +67,16 @@ func TestCreateSnapshotFailsCleanly(t *testing.T) {
 		{
 			name: "warm-up never ends",
 			change: func(r *SnapshotRequest) {
-				r.WarmUp, r.Timeout = []WarmUp{{WarmUpExec, "hang"}}, 300*time.Millisecond
+				r.WarmUp, r.Timeout = []WarmUp{{WarmUpExec, "hang"}}, 2*time.Second
 			},
-			want: CodeWarmUpFailed, says: []string{"warm-up 1", "not done within 300ms"},
+			want: CodeWarmUpFailed, says: []string{"warm-up 1", "not done within 2s"},
 		},
 		{
 			name: "eval never ends",
 			change: func(r *SnapshotRequest) {
-				r.WarmUp, r.Timeout = []WarmUp{{WarmUpEval, "hang()"}}, 300*time.Millisecond
+				r.WarmUp, r.Timeout = []WarmUp{{WarmUpEval, "hang()"}}, 2*time.Second
 			},
-			want: CodeWarmUpFailed, says: []string{"not done within 300ms"},
+			want: CodeWarmUpFailed, says: []string{"not done within 2s"},
 		},
 		{
 			name:   "warm-up powers the parent off",
@@ -97,9 +97,9 @@ func TestCreateSnapshotFailsCleanly(t *testing.T) {
 		{
 			name: "probe never succeeds",
 			change: func(r *SnapshotRequest) {
-				r.Probe, r.Timeout = "echo not yet; false", 300*time.Millisecond
+				r.Probe, r.Timeout = "echo not yet; false", 2*time.Second
 			},
-			want: CodeWarmUpFailed, says: []string{"probe", "status 1", "not yet", "not done within 300ms"},
+			want: CodeWarmUpFailed, says: []string{"probe", "status 1", "not yet", "not done within 2s"},
 		},
 		{
 			name:   "no memory",

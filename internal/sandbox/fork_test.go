@@ -141,7 +141,7 @@ func TestForkWithMemoryForThreeOfTen(t *testing.T) {
 
 func TestForkReportsEachFailure(t *testing.T) {
 	w := newWorld(t)
-	d := w.start(t, options{limits: Limits{Launches: 1, LaunchTimeout: 2 * time.Second}})
+	d := w.start(t, options{limits: Limits{Launches: 1, LaunchTimeout: 4 * time.Second}})
 	d.snapshot(t, "py", nil)
 	tests := []struct {
 		name  string

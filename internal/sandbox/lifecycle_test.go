@@ -286,7 +286,7 @@ func TestCallsEndWithTheSandbox(t *testing.T) {
 }
 
 func TestDeafGuest(t *testing.T) {
-	d := newWorld(t).start(t, options{limits: Limits{PingTimeout: 200 * time.Millisecond}})
+	d := newWorld(t).start(t, options{})
 	d.snapshot(t, "py", nil)
 	d.fake.Inject(vmmtest.Fault{Step: vmmtest.StepExec, Action: vmmtest.Stall})
 	b := d.fork(t, "py", 1, nil)[0]

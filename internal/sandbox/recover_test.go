@@ -83,7 +83,7 @@ func TestRestartFindsTheDead(t *testing.T) {
 	}
 	w.paused(t, boxes[2].ID)
 
-	d = w.start(t, options{limits: Limits{RecoverTimeout: 2 * time.Second}})
+	d = w.start(t, options{limits: Limits{RecoverTimeout: 5 * time.Second}})
 	for i, want := range []State{StateFailed, StateFailed, StateRunning, StateRunning} {
 		got, err := d.Sandbox(t.Context(), boxes[i].ID)
 		if err != nil || got.State != want || want == StateFailed && !strings.Contains(got.Reason, "lost while the daemon was down") {
