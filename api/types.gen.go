@@ -170,7 +170,16 @@ type Encoding string
 
 // Error defines model for Error.
 type Error struct {
-	// Code Stable, for programs.
+	// Code Stable, for programs. More may be added.
+	// * 400 invalid_argument, invalid_tag; 401 unauthorized; 403 forbidden
+	// * 404 snapshot_not_found, sandbox_not_found, image_not_found, not_found; 405 method_not_allowed
+	// * 409 snapshot_exists, image_exists, snapshot_in_use, image_in_use, invalid_state
+	// * 410 sandbox_gone; 413 body_too_large
+	// * 422 no_interpreter, warm_up_failed, snapshot_corrupt, snapshot_incompatible, idempotency_key_reused
+	// * 500 identity_failed, internal; 502 guest_unreachable
+	// * 503 insufficient_memory, queue_full, shutting_down, engine_unavailable
+	// * 504 timeout; 507 disk_full
+	//
 	//
 	// Example: snapshot_not_found
 	Code string `json:"code"`

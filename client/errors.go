@@ -24,7 +24,7 @@ const (
 // Error is what a daemon answered instead of a result.
 type Error struct {
 	Status     int           // HTTP status; 0 when there was no answer
-	Code       string        // stable, for programs: "snapshot_not_found"; all are in docs/reference
+	Code       string        // stable, for programs: "snapshot_not_found"; api/openapi.yaml lists them
 	Message    string        // what is wrong with what
 	Hint       string        // what to do about it, or ""
 	RetryAfter time.Duration // when trying again is likely to work; 0: unknown

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"strconv"
 	"time"
+
+	"github.com/forkd/forkd/internal/sandbox"
 )
 
 type cleanupCmd struct {
@@ -32,43 +34,44 @@ func (c *cleanupCmd) Run(p *program) error {
 	if err != nil {
 		err = fmt.Errorf("recover what a dead daemon left: %w", err)
 	}
-	ended := 0
-	if c.All && err == nil {
-		ended = recovery.Adopted
-	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(p.ctx), time.Minute)
 	defer cancel()
 	if err := errors.Join(err, d.manager.Shutdown(ctx), d.close()); err != nil {
 		return err
 	}
-	out := []struct {
-		name  string
-		what  string
-		count int
+	return p.printCleanup(recovery, c.All)
+}
+
+func (p *program) printCleanup(r sandbox.Recovery, all bool) error {
+	running, ended := r.Adopted, 0
+	if all {
+		running, ended = 0, r.Adopted
+	}
+	found := []struct {
+		name, what string
+		count      int
 	}{
-		{"processes", "processes without a record, killed", recovery.Reaped},
-		{"aborted", "half-started sandboxes, ended", recovery.Aborted},
-		{"lost", "sandboxes that had ended, recorded", recovery.Lost},
-		{"snapshots", "half-made snapshots, removed", recovery.Snapshots},
-		{"finished", "snapshots, completed", recovery.Finished},
-		{"dirs", "run directories, removed", recovery.Dirs},
+		{"processes", "processes without a record, killed", r.Reaped},
+		{"aborted", "half-started sandboxes, ended", r.Aborted},
+		{"lost", "sandboxes that had ended, recorded", r.Lost},
+		{"snapshots", "half-made snapshots, removed", r.Snapshots},
+		{"finished", "snapshots, completed", r.Finished},
+		{"dirs", "run directories, removed", r.Dirs},
 		{"ended", "running sandboxes, ended", ended},
-		{"running", "running sandboxes, left alone", recovery.Adopted - ended},
+		{"running", "running sandboxes, left alone", running},
 	}
-	if p.cli.JSON {
-		result := map[string]int{}
-		for _, o := range out {
-			result[o.name] = o.count
-		}
-		return p.printJSON(result)
-	}
+	counts := map[string]int{}
 	var rows [][]string
-	for _, o := range out {
-		if o.count > 0 {
-			rows = append(rows, []string{strconv.Itoa(o.count), o.what})
+	for _, f := range found {
+		counts[f.name] = f.count
+		if f.count > 0 {
+			rows = append(rows, []string{strconv.Itoa(f.count), f.what})
 		}
 	}
-	if len(rows) == 0 {
+	switch {
+	case p.cli.JSON:
+		return p.printJSON(counts)
+	case len(rows) == 0:
 		p.say("nothing was left over")
 		return nil
 	}

@@ -19,6 +19,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/getkin/kin-openapi/openapi3"
+	"github.com/getkin/kin-openapi/openapi3filter"
+	"github.com/getkin/kin-openapi/routers/gorillamux"
 	"github.com/rogpeppe/go-internal/testscript"
 
 	"github.com/forkd/forkd/api"
@@ -32,6 +35,7 @@ const faultsEnv = "FORKD_TEST_FAULTS"
 // TestMain lets this binary be three things: a fake machine, the forkd of a script, and the tests.
 func TestMain(m *testing.M) {
 	vmmtest.RunMachineIfAsked()
+	openapi3filter.RegisterBodyDecoder("application/yaml", openapi3filter.PlainBodyDecoder)
 	testscript.Main(m, map[string]func(){"forkd": func() {
 		ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 		code := run(ctx, os.Args[1:], os.Stdin, os.Stdout, os.Stderr, os.Environ(), fakeParts())
@@ -62,20 +66,55 @@ func fakeParts() parts {
 
 // TestScripts runs the command line flows of test/script.
 func TestScripts(t *testing.T) {
+	published := publishedClients(t)
 	testscript.Run(t, testscript.Params{
 		Dir:                 filepath.Join("..", "..", "test", "script"),
 		RequireExplicitExec: true,
 		RequireUniqueNames:  true,
 		UpdateScripts:       os.Getenv("UPDATE_SCRIPTS") != "",
-		Setup:               setupScript,
+		Setup:               func(env *testscript.Env) error { return setupScript(env, published) },
+		Condition: func(name string) (bool, error) {
+			if name != "published" {
+				return false, fmt.Errorf("unknown condition %q", name)
+			}
+			return published != "", nil
+		},
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
 			"serve": cmdServe, "stop": cmdStop, "crash": cmdCrash, "machines": cmdMachines, "rest": cmdREST,
+			"setenv": func(ts *testscript.TestScript, _ bool, args []string) { // setenv NAME FILE
+				ts.Setenv(args[0], strings.TrimSpace(ts.ReadFile(args[1])))
+			},
 		},
 	})
 }
 
+// publishedClients returns the Python path under which the published packages are found, or "". They are installed for this test
+// when FORKD_NET_TESTS is set.
+func publishedClients(t *testing.T) string {
+	has := func(path string) bool {
+		cmd := exec.CommandContext(t.Context(), "python3", "-c", "import forkd.controller, forkd_mcp.server")
+		cmd.Env = append(os.Environ(), "PYTHONPATH="+path)
+		return cmd.Run() == nil
+	}
+	if path := os.Getenv("PYTHONPATH"); has(path) {
+		return path + string(os.PathListSeparator)
+	}
+	if os.Getenv("FORKD_NET_TESTS") == "" {
+		return ""
+	}
+	dir := t.TempDir()
+	pip := exec.CommandContext(t.Context(), "python3", "-m", "pip", "install", "--quiet", "--target", dir, "forkd==0.5.3", "forkd-mcp==0.2.1")
+	if out, err := pip.CombinedOutput(); err != nil {
+		t.Fatalf("install the published clients: %v\n%s", err, out)
+	}
+	if !has(dir) {
+		t.Fatal("the published clients were installed and can't be imported")
+	}
+	return dir
+}
+
 // setupScript gives a script directories of its own, short enough for sockets, and an image's ingredients.
-func setupScript(env *testscript.Env) error {
+func setupScript(env *testscript.Env, pythonPath string) error {
 	dir, err := os.MkdirTemp("", "fk")
 	if err != nil {
 		return err
@@ -93,7 +132,7 @@ func setupScript(env *testscript.Env) error {
 		}
 		os.RemoveAll(dir)
 	})
-	for name, value := range map[string]string{"D": dir, "FORKD_URL": filepath.Join(dir, "run", "forkd.sock"), "HOME": dir} {
+	for name, value := range map[string]string{"D": dir, "FORKD_URL": filepath.Join(dir, "run", "forkd.sock"), "HOME": dir, "PYTHONPATH": pythonPath} {
 		env.Setenv(name, value)
 	}
 	kernel := make([]byte, 0x1000) // the header of a bzImage, as far as its version goes
@@ -232,6 +271,9 @@ func cmdREST(ts *testscript.TestScript, neg bool, args []string) {
 	}
 	req, err := http.NewRequest(args[2], "http://forkd"+args[3], body)
 	ts.Check(err)
+	if body != nil {
+		req.Header.Set("Content-Type", "application/json")
+	}
 	transport := &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 		return (&net.Dialer{}).DialContext(ctx, "unix", ts.Getenv("FORKD_URL"))
 	}}
@@ -244,7 +286,32 @@ func cmdREST(ts *testscript.TestScript, neg bool, args []string) {
 	fmt.Fprintf(ts.Stdout(), "%s", data)
 	var e api.Error
 	_ = json.Unmarshal(data, &e)
+	if err := checkContract(req, resp, data); err != nil {
+		ts.Fatalf("%s %s is not what openapi.yaml says: %v\n%s", args[2], args[3], err, data)
+	}
 	if code := e.Code; strconv.Itoa(resp.StatusCode) != args[0] || (args[1] != "-" && code != args[1]) {
 		ts.Fatalf("%s %s = %d %q, want %s %q\n%s", args[2], args[3], resp.StatusCode, code, args[0], args[1], data)
 	}
+}
+
+// checkContract validates an answer of a route that openapi.yaml has.
+func checkContract(req *http.Request, resp *http.Response, body []byte) error {
+	doc, err := openapi3.NewLoader().LoadFromData(api.Spec)
+	if err != nil {
+		return err
+	}
+	doc.Servers = nil // any host
+	router, err := gorillamux.NewRouter(doc)
+	if err != nil {
+		return err
+	}
+	route, params, err := router.FindRoute(req)
+	if err != nil { // a request that is meant to fail
+		return nil
+	}
+	in := &openapi3filter.RequestValidationInput{Request: req, PathParams: params, Route: route}
+	out := &openapi3filter.ResponseValidationInput{RequestValidationInput: in, Status: resp.StatusCode, Header: resp.Header,
+		Options: &openapi3filter.Options{IncludeResponseStatus: true}}
+	out.SetBodyBytes(body)
+	return openapi3filter.ValidateResponse(req.Context(), out)
 }

@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -81,6 +82,9 @@ func TestErrors(t *testing.T) {
 			got := f.do(t, "GET", "/v1/sandboxes/sb1", "")
 			if got.status != tt.status || got.code() != tt.code || got.header.Get("Retry-After") != tt.retry {
 				t.Errorf("= %d %q Retry-After %q, want %d %q %q", got.status, got.code(), got.header.Get("Retry-After"), tt.status, tt.code, tt.retry)
+			}
+			if documented := regexp.MustCompile(fmt.Sprintf(`\b%d [a-z_, ]*\b%s\b`, tt.status, tt.code)); !documented.Match(api.Spec) {
+				t.Errorf("openapi.yaml does not list %s under %d", tt.code, tt.status)
 			}
 		})
 	}

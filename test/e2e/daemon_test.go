@@ -90,6 +90,18 @@ func ownDaemon(t *testing.T, s setup) *daemon {
 	return d
 }
 
+// in is the daemon in the hands of a part of the test.
+func (d *daemon) in(t *testing.T) *daemon {
+	part := &daemon{process: d.process, t: t, logFrom: d.logSize()}
+	t.Cleanup(func() {
+		part.report()
+		if part.runs() {
+			part.killGuests()
+		}
+	})
+	return part
+}
+
 // start starts the daemon, for the first time or again.
 func (d *daemon) start(s setup) {
 	d.t.Helper()
