@@ -140,6 +140,7 @@ func TestForkWithMemoryForThreeOfTen(t *testing.T) {
 }
 
 func TestForkReportsEachFailure(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	d := w.start(t, options{limits: Limits{Launches: 1, LaunchTimeout: 4 * time.Second}})
 	d.snapshot(t, "py", nil)

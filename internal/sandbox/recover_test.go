@@ -69,6 +69,7 @@ func TestRestartKeepsSandboxes(t *testing.T) {
 }
 
 func TestRestartFindsTheDead(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	d := w.start(t, options{})
 	d.snapshot(t, "py", nil)
