@@ -151,9 +151,12 @@ func (g *guest) awaitEnd(state api.SandboxInfoState, reason ...string) {
 	}
 	_, err := g.exec(client.ExecRequest{Args: []string{"true"}})
 	wantError(t, "exec in a sandbox that ended", err, 410, "sandbox_gone", g.ID)
-	if listed := g.d.must("ls", "-q"); strings.Contains(listed, g.ID) {
-		t.Errorf("forkd ls lists %v, which has ended", g)
-	}
+	eventually(t, tidyLimit, func() error { // its process and its directory go last
+		if listed := g.d.must("ls", "-q"); strings.Contains(listed, g.ID) {
+			return fmt.Errorf("forkd ls lists %v, which has ended", g)
+		}
+		return nil
+	})
 	if listed := g.d.must("ls", "-a"); !strings.Contains(listed, g.ID) {
 		t.Errorf("forkd ls -a does not list %v, which has ended a moment ago", g)
 	}
