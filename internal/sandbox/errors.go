@@ -18,6 +18,7 @@ const (
 	CodeImageNotFound        Code = "image_not_found"
 	CodeSnapshotExists       Code = "snapshot_exists"
 	CodeImageExists          Code = "image_exists"
+	CodeSandboxExists        Code = "sandbox_exists" // a sandbox with that name
 	CodeSnapshotInUse        Code = "snapshot_in_use"
 	CodeImageInUse           Code = "image_in_use"
 	CodeInvalidState         Code = "invalid_state"
@@ -27,6 +28,7 @@ const (
 	CodeSnapshotIncompatible Code = "snapshot_incompatible"
 	CodeInsufficientMemory   Code = "insufficient_memory"
 	CodeQueueFull            Code = "queue_full"
+	CodeBranchCap            Code = "too_many_branches"
 	CodeShuttingDown         Code = "shutting_down"
 	CodeDiskFull             Code = "disk_full"
 	CodeTimeout              Code = "timeout"

@@ -48,6 +48,10 @@ type Sandbox struct {
 	BranchCount    int
 	Reason         string        // why it stopped or failed
 	ReadyIn        time.Duration // from the fork's turn to the acknowledged identity
+	Name           string        // unique among those that live; "" for none
+	AutoSuspend    time.Duration // suspended after so long without a request; 0: never
+	AutoResume     bool          // a request resumes it when it is suspended
+	SuspendedAt    time.Time     // zero unless it is suspended
 }
 
 // Snapshot is an immutable frozen machine and its name.
@@ -68,12 +72,18 @@ type Snapshot struct {
 	Dependents          []string // tags (ids when untagged)
 	BranchedFrom        string   // sandbox id
 	Status              Status
-	Warning             string // why it can't be restored, when it is not Bootable
+	Warning             string // why it can't be restored, when it is not Bootable; or why its branch was not live
 	Bootable            bool   // this daemon's engine can restore it
 	Python              bool   // has a resident interpreter
 	Resident            bool   // its memory is in RAM
 	Pool                PoolStatus
 	BootWarm            time.Duration // boot, readiness and warm-up of the parent
+
+	// Of a branch; zero for others.
+	Pause             time.Duration // how long the source stood still
+	DiffTime          time.Duration // from the request to the captured difference
+	DiffPhysicalBytes int64         // of the pages that differ from what the source was started from, without those of zeros
+	DiffLogicalBytes  int64         // of all pages that differ
 }
 
 // Status is where a snapshot is in its life.
@@ -153,6 +163,9 @@ type ForkRequest struct {
 	Timeout        time.Duration // deadline from now; 0: none
 	MemoryLimitMiB int
 	Path           Path
+	Name           string        // of a sandbox to be found by it; only with N 1
+	AutoSuspend    time.Duration // see Sandbox
+	AutoResume     bool
 }
 
 // ForkResult is one child of a request: a sandbox that is ready, or why there is none.
