@@ -174,3 +174,20 @@ func (b repeat) Read(p []byte) (int, error) {
 	copy(p, bytes.Repeat([]byte{byte(b)}, len(p)))
 	return len(p), nil
 }
+
+// TestBodyTooLargeIsNotAskedFor holds that a client that asks first is refused before it sends.
+func TestBodyTooLargeIsNotAskedFor(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	conn, err := net.Dial("tcp", f.http.Listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	if _, err := io.WriteString(conn, "POST /v1/sandboxes HTTP/1.1\r\nHost: localhost\r\nContent-Length: 104857600\r\nExpect: 100-continue\r\n\r\n"); err != nil {
+		t.Fatal(err)
+	}
+	if got := readAnswer(t, conn, nil); got.status != 413 {
+		t.Errorf("= %d, want 413 and no 100", got.status)
+	}
+}

@@ -42,6 +42,12 @@ func readBody(w http.ResponseWriter, r *http.Request, limit int64) ([]byte, erro
 	if err := checkContentType(r); err != nil {
 		return nil, err
 	}
+	tooLarge := &sandbox.Error{Code: codeBodyTooLarge,
+		Message: fmt.Sprintf("the body is larger than the %d bytes that %s takes", limit, r.URL.Path),
+		Hint:    "send less at a time"}
+	if r.ContentLength > limit && r.Header.Get("Expect") != "" {
+		return nil, tooLarge // the client waits for a word before it sends
+	}
 	control := http.NewResponseController(w)
 	_ = control.SetReadDeadline(time.Now().Add(bodyTimeout)) // not supported by a recorder in a test
 	defer control.SetReadDeadline(time.Time{})
@@ -52,9 +58,7 @@ func readBody(w http.ResponseWriter, r *http.Request, limit int64) ([]byte, erro
 	if int64(len(body)) > limit {
 		_ = control.SetReadDeadline(time.Now().Add(drainTimeout))
 		_, _ = io.CopyN(io.Discard, r.Body, drainLimit)
-		return nil, &sandbox.Error{Code: codeBodyTooLarge,
-			Message: fmt.Sprintf("the body is larger than the %d bytes that %s takes", limit, r.URL.Path),
-			Hint:    "send less at a time"}
+		return nil, tooLarge
 	}
 	return body, nil
 }

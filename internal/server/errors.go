@@ -8,6 +8,7 @@ import (
 	"math"
 	"net/http"
 	"strconv"
+	"syscall"
 
 	"github.com/forkd/forkd/api"
 	"github.com/forkd/forkd/internal/image"
@@ -87,6 +88,10 @@ func describe(err error) api.Error {
 		return api.Error{Error: err.Error(), Code: string(sandbox.CodeImageNotFound), Hint: "`forkd image ls` lists the images, `forkd image build` makes one"}
 	case errors.Is(err, image.ErrInvalid):
 		return api.Error{Error: err.Error(), Code: string(sandbox.CodeInvalidArgument)}
+	case errors.Is(err, image.ErrCorrupt):
+		return api.Error{Error: err.Error(), Code: string(sandbox.CodeInternal), Hint: "remove it with `forkd image rm` and build it again"}
+	case errors.Is(err, syscall.ENOSPC):
+		return api.Error{Error: err.Error(), Code: string(sandbox.CodeDiskFull), Hint: "make room: `forkd images` and `forkd image ls` show what takes it"}
 	case errors.Is(err, context.DeadlineExceeded):
 		return api.Error{Error: err.Error(), Code: string(sandbox.CodeTimeout)}
 	default:

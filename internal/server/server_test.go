@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"regexp"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -71,6 +72,8 @@ func TestErrors(t *testing.T) {
 		{&sandbox.Error{Code: sandbox.CodeInternal}, 500, "internal", ""},
 		{fmt.Errorf("image x: %w", image.ErrNotFound), 404, "image_not_found", ""},
 		{fmt.Errorf("image x: %w", image.ErrInvalid), 400, "invalid_argument", ""},
+		{fmt.Errorf("image x: %w", image.ErrCorrupt), 500, "internal", ""},
+		{fmt.Errorf("write x: %w", syscall.ENOSPC), 507, "disk_full", ""},
 		{errors.New("disk on fire"), 500, "internal", ""},
 		{context.DeadlineExceeded, 504, "timeout", ""},
 	}
