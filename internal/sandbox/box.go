@@ -191,9 +191,10 @@ func (m *Manager) finish(b *box, how ending) error {
 	now := time.Now()
 	b.rec.State, b.rec.Reason, b.rec.EndedAt = string(how.state), how.reason, now
 	c := b.child
+	// Under the lock: who sees that it is ending finds the cause in its life.
+	b.end(newError(CodeSandboxGone, nil, "`forkd ls` shows what lives", "sandbox %s has ended: %s", b.id, how.reason))
 	b.mu.Unlock()
 	defer close(b.gone)
-	b.end(newError(CodeSandboxGone, nil, "`forkd ls` shows what lives", "sandbox %s has ended: %s", b.id, how.reason))
 	m.deadlines.set(b.id, time.Time{})
 
 	err := m.takeDown(b, c, how, now)

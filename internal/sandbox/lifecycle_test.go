@@ -182,7 +182,7 @@ func TestDeadlines(t *testing.T) {
 func TestExtendRacesExpiry(t *testing.T) {
 	d := newWorld(t).start(t, options{})
 	d.snapshot(t, "py", nil)
-	for range 10 {
+	for range 25 {
 		b := d.fork(t, "py", 1, func(r *ForkRequest) { r.Timeout = 20 * time.Millisecond })[0]
 		timer := time.NewTimer(time.Until(b.Deadline))
 		<-timer.C
