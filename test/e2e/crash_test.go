@@ -256,13 +256,13 @@ func TestDrain(t *testing.T) {
 		ended <- err
 	}()
 	eventually(t, callLimit, func() error { _, err := guests[0].trySh("test -e /root/begun"); return err })
-	if err := d.cmd.Process.Signal(syscall.SIGTERM); err != nil {
-		t.Fatal(err)
-	}
+	d.ask()
 	if err := <-ended; err != nil {
 		t.Errorf("the command that ran when the daemon was told to stop: %v", err)
 	}
-	d.stop()
+	if err := d.awaitStop(); err != nil {
+		t.Fatal(err)
+	}
 	if _, err := d.client.Sandboxes(t.Context(), false); !client.IsCode(err, client.CodeNoDaemon) {
 		t.Errorf("request to a daemon that has stopped: %v", err)
 	}

@@ -136,7 +136,15 @@ func (p *process) stop() error {
 	if !p.runs() {
 		return nil
 	}
-	_ = p.cmd.Process.Signal(syscall.SIGTERM)
+	p.ask()
+	return p.awaitStop()
+}
+
+// ask tells the daemon to end. A second time it would end at once.
+func (p *process) ask() { _ = p.cmd.Process.Signal(syscall.SIGTERM) }
+
+// awaitStop waits for a daemon that was asked to end.
+func (p *process) awaitStop() error {
 	if err := p.awaitExit(stopLimit); err != nil {
 		return errors.Join(err, p.kill())
 	}

@@ -114,7 +114,13 @@ func mountTmpfs(dir, options string) error {
 
 // TestMemoryForSome has memory for three of ten children.
 func TestMemoryForSome(t *testing.T) {
-	d := ownDaemon(t, setup{args: []string{"--memory-budget-mib", "110"}}) // a child counts with 36 MiB
+	budget := func(mib int) setup { return setup{args: []string{"--memory-budget-mib", fmt.Sprint(mib)}} }
+	d := ownDaemon(t, budget(1000))
+	d.fork1()
+	each := int(d.metrics()["forkd_memory_reserved_bytes"]) >> 20 // what a child counts with
+	d.killGuests()
+	d.stop()
+	d.start(budget(3*each + each/2))
 	guests, err := d.tryFork(10)
 	var partial *client.PartialError
 	if !errors.As(err, &partial) || len(guests) != 3 || len(partial.Failures) != 7 {
