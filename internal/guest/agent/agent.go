@@ -52,11 +52,26 @@ type Machine interface {
 	SetHostname(name string) error
 }
 
+// limits are how long things may take.
+type limits struct {
+	hooks   time.Duration // all hooks of an identity together
+	start   time.Duration // the interpreter to start; cold under TCG, among many others, that takes seconds
+	reseed  time.Duration // the interpreter to take an identity
+	quiesce time.Duration // a full garbage collection of the interpreter
+	grace   time.Duration // between SIGINT and SIGKILL
+	linger  time.Duration // reading on after a command ended when something it left behind holds the pipes open
+}
+
+var defaultLimits = limits{
+	hooks: 30 * time.Second, start: 2 * time.Minute, reseed: 30 * time.Second, quiesce: time.Minute, grace: time.Second, linger: 250 * time.Millisecond,
+}
+
 // Agent serves one machine over any number of connections, one after the other. Commands, the interpreter and the identity's
 // environment last longer than a connection.
 type Agent struct {
 	opt     Options
 	log     func(string)
+	limits  limits
 	started time.Time
 	boot    int64 // uptime in ns when the agent started
 	pid     uint32
@@ -90,7 +105,7 @@ type Agent struct {
 
 // New returns an Agent that is not connected yet. Close ends it.
 func New(opt Options) (*Agent, error) {
-	a := &Agent{opt: opt, log: opt.Log, started: time.Now(), stop: -1, fd: -1, scratch: make([]byte, 0, 512)}
+	a := &Agent{opt: opt, log: opt.Log, started: time.Now(), limits: defaultLimits, stop: -1, fd: -1, scratch: make([]byte, 0, 512)}
 	if a.log == nil {
 		a.log = func(string) {}
 	}
@@ -138,3 +153,6 @@ func (a *Agent) Close() error {
 
 // now is a monotonic time in ns.
 func (a *Agent) now() int64 { return int64(time.Since(a.started)) }
+
+// after is the time in d from now, as a deadline.
+func (a *Agent) after(d time.Duration) int64 { return a.now() + int64(d) }

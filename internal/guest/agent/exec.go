@@ -11,9 +11,6 @@ import (
 	"github.com/forkd/forkd/internal/guest/agentproto"
 )
 
-// lingerMS is how long the output of a command is read after it ended when something it left behind holds the pipes open.
-const lingerMS = 250
-
 // command is an EXEC that is under way.
 type command struct {
 	a       *Agent
@@ -277,7 +274,7 @@ func (c *command) collect() (timedOut bool) {
 		}
 		if err == nil && fds[2].Revents != 0 {
 			ended = true
-			deadline = c.a.now() + lingerMS*1e6
+			deadline = c.a.after(c.a.limits.linger)
 		}
 	}
 	c.closeStdin()

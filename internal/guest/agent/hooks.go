@@ -10,9 +10,8 @@ import (
 )
 
 const (
-	hookDir     = "/etc/forkd/on-fork.d"
-	hookTimeout = 30 * time.Second // for all hooks of an identity together
-	hookOutput  = 4 << 10          // bytes of a failed hook's output that are reported
+	hookDir    = "/etc/forkd/on-fork.d"
+	hookOutput = 4 << 10 // bytes of a failed hook's output that are reported
 )
 
 // findHooks lists the executables of the hook directory in name order. A directory that does not exist has none.
@@ -38,7 +37,7 @@ func findHooks(root string) ([]string, error) {
 // runHooks runs the hooks and answers the identity. It works on a copy of the state, off the loop.
 func (a *Agent) runHooks(hooks []string, st identityState) {
 	defer a.wg.Done()
-	deadline := a.now() + int64(hookTimeout)
+	deadline := a.after(a.limits.hooks)
 	for _, hook := range hooks {
 		if problem := a.runHook(hook, &st.req, deadline); problem != "" {
 			a.log("identity failed: " + problem)
@@ -57,7 +56,7 @@ func (a *Agent) runHooks(hooks []string, st identityState) {
 func (a *Agent) runHook(hook string, req *agentproto.Identity, deadline int64) string {
 	left := (deadline - a.now()) / int64(time.Millisecond)
 	if left <= 0 {
-		return "the hooks took longer than " + hookTimeout.String() + " together; " + hook + " did not start"
+		return "the hooks took longer than " + a.limits.hooks.String() + " together; " + hook + " did not start"
 	}
 	env := append([]string{"FORKD_INSTANCE_ID=" + req.InstanceID, "FORKD_HOSTNAME=" + req.Hostname, "FORKD_MACHINE_ID=" + req.MachineID}, req.Env...)
 	c := &command{a: a, stdin: -1, env: env, req: agentproto.ExecRequest{Args: []string{hook}, Cwd: "/", TimeoutMS: uint32(left), MaxOutput: hookOutput}}
@@ -79,7 +78,7 @@ func (a *Agent) runHook(hook string, req *agentproto.Identity, deadline int64) s
 		}
 		switch {
 		case m.TimedOut:
-			return "hook " + hook + " did not end within " + hookTimeout.String() + ": " + out
+			return "hook " + hook + " did not end within " + a.limits.hooks.String() + ": " + out
 		case m.ExitCode != 0:
 			return "hook " + hook + " exited with status " + strconv.Itoa(int(m.ExitCode)) + ": " + out
 		}

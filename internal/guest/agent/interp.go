@@ -20,10 +20,6 @@ var driverSource string
 const driverBoot = "exec(compile(open(5,'rb').read(),'<forkd-driver>','exec'),{'__name__':'forkd_driver'})"
 
 const (
-	startLimit    = 120e9    // ns for the interpreter to start; cold under TCG, with many others, it takes seconds
-	reseedLimit   = 30e9     // ns for the interpreter to take an identity
-	quiesceLimit  = 60e9     // ns for a full garbage collection
-	killGrace     = 1e9      // ns between SIGINT and SIGKILL
 	idleOutput    = 64 << 10 // bytes kept of what background threads print between evaluations
 	maxQueue      = 64       // evaluations that wait
 	identityPipe  = 32 << 10 // an identity up to this size fits the request pipe of a busy interpreter
@@ -67,7 +63,7 @@ type interp struct {
 	identSent     bool
 	identDeadline int64
 	timedOut      bool   // cur was interrupted because its time was up
-	canceled      bool   // cur was interrupted because nobody wants its answer
+	interrupts    int    // how often cur was interrupted
 	killed        string // why we killed it
 }
 
@@ -122,15 +118,16 @@ func (in *interp) cancel(session uint64, id uint32) {
 			return
 		}
 	}
-	if c := in.cur; c != nil && c.kind == jobEval && c.session == session && c.id == id && !in.timedOut && !in.canceled {
-		in.canceled = true
+	if c := in.cur; c != nil && c.kind == jobEval && c.session == session && c.id == id && in.interrupts == 0 {
 		in.interrupt()
 	}
 }
 
+// interrupt is called twice before the interpreter is killed: os.system, for one, swallows the first.
 func (in *interp) interrupt() {
 	_ = unix.Kill(-in.p.pid, unix.SIGINT)
-	in.deadline = in.a.now() + killGrace
+	in.interrupts++
+	in.deadline = in.a.after(in.a.limits.grace / 2)
 }
 
 // kill ends the interpreter for a reason; died reports it when it is gone.
@@ -157,7 +154,7 @@ func (in *interp) pump() {
 	next := in.queue[0]
 	in.queue = in.queue[1:]
 	in.cur = &next
-	in.timedOut, in.canceled = false, false
+	in.timedOut, in.interrupts = false, 0
 	in.deadline = 0
 	if next.timeoutMS > 0 {
 		in.deadline = in.a.now() + int64(next.timeoutMS)*1e6
@@ -195,7 +192,7 @@ func (in *interp) flush() {
 func (in *interp) identify(req *agentproto.Identity) {
 	in.ident = &job{kind: jobIdentity, body: identityBody(req, in.a.lastEnv, in.a.env)}
 	in.identSent = false
-	in.identDeadline = in.a.now() + reseedLimit
+	in.identDeadline = in.a.after(in.a.limits.reseed)
 	if in.ready && len(in.pending) == 0 {
 		in.sendIdentity()
 	}
@@ -288,7 +285,7 @@ func (in *interp) start() error {
 	in.p = p
 	in.outs = [2]capture{{fd: int(ours[0]), limit: idleOutput}, {fd: int(ours[1]), limit: idleOutput}}
 	in.request, in.answer = int(ours[2]), int(ours[3])
-	in.deadline = a.now() + startLimit
+	in.deadline = a.after(a.limits.start)
 	return nil
 }
 

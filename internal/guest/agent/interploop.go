@@ -37,7 +37,7 @@ func (in *interp) service(p *[8]unix.PollFd) {
 			// It dies, as a rule. If it does not it can't answer any more.
 			unix.Close(in.answer)
 			in.answer = -1
-			in.deadline = in.a.now() + killGrace
+			in.deadline = in.a.after(in.a.limits.grace)
 		}
 	}
 	if in.p == nil {
@@ -64,7 +64,7 @@ func (in *interp) expire() {
 	now := in.a.now()
 	if in.ident != nil && now >= in.identDeadline {
 		in.ident = nil
-		in.a.identityReseeded(false, "the Python interpreter did not take the new seed within 30 s; it is in a call that can't be interrupted")
+		in.a.identityReseeded(false, "the Python interpreter did not take the new seed within "+in.a.limits.reseed.String()+"; it is in a call that can't be interrupted")
 	}
 	if in.deadline == 0 || now < in.deadline {
 		return
@@ -73,12 +73,14 @@ func (in *interp) expire() {
 	case in.answer < 0:
 		in.kill("the Python interpreter closed its channel to the agent")
 	case !in.ready:
-		in.kill("the Python interpreter did not start within 2 minutes")
+		in.kill("the Python interpreter did not start within " + in.a.limits.start.String())
 	case in.cur == nil:
 		in.deadline = 0
 	case in.cur.kind != jobEval:
 		in.kill("the Python interpreter did not become quiet")
-	case in.timedOut || in.canceled:
+	case in.interrupts == 1:
+		in.interrupt()
+	case in.interrupts > 1:
 		in.kill("the code did not stop when it was interrupted, so the interpreter was killed")
 	default:
 		in.timedOut = true
@@ -168,10 +170,6 @@ func (in *interp) finish(flags byte, body []byte) {
 		res.Error = string(body)
 	} else {
 		res.Result = string(body)
-	}
-	if in.timedOut && res.Error == "" {
-		// It ended in the very moment in which it was interrupted: that is no timeout.
-		res.TimedOut = false
 	}
 	in.takeOutput(&res)
 	in.replyEval(j, &res)

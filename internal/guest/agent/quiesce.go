@@ -17,7 +17,7 @@ func (a *Agent) quiesce(id uint32) {
 		a.quiesced("")
 		return
 	}
-	a.in.queue = append(a.in.queue, job{kind: jobQuiesce, timeoutMS: quiesceLimit / 1e6, limit: idleOutput})
+	a.in.queue = append(a.in.queue, job{kind: jobQuiesce, timeoutMS: uint32(a.limits.quiesce.Milliseconds()), limit: idleOutput})
 	a.in.pump()
 }
 

@@ -23,6 +23,9 @@ var ErrConnection = errors.New("connection to the guest agent")
 // ErrClosed is wrapped, with ErrConnection, by the error of calls on a closed Client.
 var ErrClosed = errors.New("client is closed")
 
+// ErrTooLong is wrapped by the error of a call whose answer is longer than agentproto.MaxMessage.
+var ErrTooLong = errors.New("answer of the guest agent is too long")
+
 // Dialer connects to the guest's control port.
 type Dialer func(ctx context.Context) (net.Conn, error)
 
@@ -126,7 +129,7 @@ func (c *Client) call(ctx context.Context, what string, kind agentproto.Kind, re
 func decodeAnswer(got answer, want agentproto.Kind, res decoder) error {
 	switch {
 	case !got.fits:
-		return fmt.Errorf("answer of the guest agent is longer than %d bytes", agentproto.MaxMessage)
+		return ErrTooLong
 	case got.kind == agentproto.KindError:
 		e := new(agentproto.Error)
 		if err := e.Decode(got.msg); err != nil {

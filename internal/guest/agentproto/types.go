@@ -102,7 +102,7 @@ type EvalResult struct {
 	Result         string // repr of the last expression; "" when there is none or it is None
 	Stdout, Stderr []byte
 	Error          string // traceback; "" when the code ended well
-	TimedOut       bool   // the code was interrupted because its time was up
+	TimedOut       bool   // the time was up before the code ended, so it was interrupted
 	Truncated      bool   // result, stdout or stderr was longer than MaxOutput
 }
 
