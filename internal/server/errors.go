@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"strconv"
 	"syscall"
+	"time"
 
 	"github.com/forkd/forkd/api"
 	"github.com/forkd/forkd/internal/image"
@@ -101,12 +102,10 @@ func describe(err error) api.Error {
 
 // writeError answers with err's status and body. A client that left gets nothing, but logs and metrics see 499.
 func writeError(w http.ResponseWriter, r *http.Request, err error) {
-	if r.Context().Err() != nil && errors.Is(err, context.Canceled) && context.Cause(r.Context()) != errStopping {
+	err = endedByStop(r, err)
+	if r.Context().Err() != nil && errors.Is(err, context.Canceled) {
 		w.WriteHeader(statusClientGone)
 		return
-	}
-	if context.Cause(r.Context()) == errStopping && errors.Is(err, context.Canceled) {
-		err = &sandbox.Error{Code: sandbox.CodeShuttingDown, Message: "the daemon is stopping and ended this request", Hint: "repeat it when the daemon is back"}
 	}
 	body := describe(err)
 	body.RequestID = requestID(r.Context())
@@ -116,6 +115,19 @@ func writeError(w http.ResponseWriter, r *http.Request, err error) {
 	noteError(r.Context(), err)
 	writeJSON(w, statusOf(sandbox.Code(body.Code)), body)
 }
+
+// endedByStop turns the error of a request that ended because the daemon is stopping into one that says so, whatever the layers on the
+// way have made of it.
+func endedByStop(r *http.Request, err error) error {
+	if errors.Is(err, errStopping) || errors.Is(err, context.Canceled) && context.Cause(r.Context()) == errStopping {
+		return &sandbox.Error{Code: sandbox.CodeShuttingDown, Message: "the daemon is stopping and ended this request",
+			Hint: "repeat it when the daemon is back", RetryAfter: stoppedRetry}
+	}
+	return err
+}
+
+// stoppedRetry is how long a daemon that stops is likely to be away when it is being restarted.
+const stoppedRetry = 5 * time.Second
 
 // writeJSON answers with a JSON body. A failed write means that the client is gone: there is nobody to tell.
 func writeJSON(w http.ResponseWriter, status int, v any) {

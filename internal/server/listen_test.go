@@ -123,9 +123,14 @@ func TestShutdown(t *testing.T) {
 		grace  time.Duration
 		status int
 		code   string
+		ended  func(context.Context) error // what the domain makes of the end of its context
 	}{
-		{"within the grace period", time.Minute, 200, ""},
-		{"after it", time.Millisecond, 503, "shutting_down"},
+		{"within the grace period", time.Minute, 200, "", nil},
+		{"after it", time.Millisecond, 503, "shutting_down", context.Context.Err},
+		{"after it, told the cause", time.Millisecond, 503, "shutting_down", context.Cause},
+		{"after it, with an error of the domain's", time.Millisecond, 503, "shutting_down", func(ctx context.Context) error {
+			return &sandbox.Error{Code: sandbox.CodeInternal, Message: "given up", Err: context.Cause(ctx)}
+		}},
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
@@ -143,7 +148,7 @@ func TestShutdown(t *testing.T) {
 				case <-finish:
 					return sandbox.ExecResult{}, nil
 				case <-ctx.Done():
-					return sandbox.ExecResult{}, ctx.Err()
+					return sandbox.ExecResult{}, tt.ended(ctx)
 				}
 			}
 			ctx, stop := context.WithCancel(t.Context())

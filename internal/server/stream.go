@@ -58,6 +58,7 @@ func (s *stream) fail(r *http.Request, err error) error {
 		s.end()
 		return err
 	}
+	err = endedByStop(r, err)
 	body := describe(err)
 	body.RequestID = requestID(r.Context())
 	noteError(r.Context(), err)
