@@ -27,19 +27,29 @@ type Sandbox struct {
 	Netns          string
 	Reason         string
 	Env, Metadata  map[string]string
-	Process        vmm.Process // its zero value until the monitor is known
+	Process        vmm.Process // its zero value until the monitor is known, and while it is suspended
+	Name           string      // unique among those that have not ended; "" for none
+	AnchorID       string      // the nearest snapshot below it that is kept on disk
+	StateID        string      // the snapshot that it was last suspended to
+	AutoSuspend    time.Duration
+	AutoResume     bool
+	SuspendedAt    time.Time     // zero unless it is suspended
+	Left           time.Duration // until its deadline, while it is suspended; 0: it has none
 }
 
 const (
 	insertSandbox = `INSERT INTO sandboxes (id, snapshot_id, snapshot_tag, state, created_ns, deadline_ns, ended_ns, ready_ns,
- memory_limit_mib, branch_count, path, guest_addr, netns, reason, env, metadata, process)
- VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`
-	markRunning   = `UPDATE sandboxes SET state = 'running', process = ?, ready_ns = ?, deadline_ns = ? WHERE id = ?`
+ memory_limit_mib, branch_count, path, guest_addr, netns, reason, env, metadata, process,
+ name, anchor_id, auto_suspend_ns, auto_resume)
+ VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`
+	markRunning = `UPDATE sandboxes SET state = 'running', process = ?, ready_ns = ?, deadline_ns = ?, suspended_ns = 0, left_ns = 0
+ WHERE id = ?`
 	selectSandbox = `SELECT id, snapshot_id, snapshot_tag, state, created_ns, deadline_ns, ended_ns, ready_ns,
- memory_limit_mib, branch_count, path, guest_addr, netns, reason, env, metadata, process FROM sandboxes`
+ memory_limit_mib, branch_count, path, guest_addr, netns, reason, env, metadata, process,
+ name, anchor_id, state_id, auto_suspend_ns, auto_resume, suspended_ns, left_ns FROM sandboxes`
 )
 
-// AddSandbox records a sandbox before it is started.
+// AddSandbox records a sandbox before it is started. It wraps ErrExists when its name is taken.
 func (db *DB) AddSandbox(ctx context.Context, s Sandbox) error {
 	env, err := encodeMap(s.Env)
 	if err != nil {
@@ -56,7 +66,8 @@ func (db *DB) AddSandbox(ctx context.Context, s Sandbox) error {
 	db.mu.Lock()
 	defer db.mu.Unlock()
 	_, err = db.insert.ExecContext(ctx, s.ID, s.SnapshotID, s.SnapshotTag, s.State, nanos(s.CreatedAt), nanos(s.Deadline), nanos(s.EndedAt),
-		s.ReadyIn.Nanoseconds(), s.MemoryLimitMiB, s.BranchCount, s.Path, s.GuestAddr, s.Netns, s.Reason, env, meta, string(proc))
+		s.ReadyIn.Nanoseconds(), s.MemoryLimitMiB, s.BranchCount, s.Path, s.GuestAddr, s.Netns, s.Reason, env, meta, string(proc),
+		s.Name, s.AnchorID, s.AutoSuspend.Nanoseconds(), s.AutoResume)
 	if err != nil {
 		return fmt.Errorf("record sandbox %s: %w", s.ID, classify(err))
 	}
@@ -164,14 +175,16 @@ func (db *DB) sandboxes(ctx context.Context, query string, args ...any) ([]Sandb
 
 func scanSandbox(rows *sql.Rows) (Sandbox, error) {
 	var s Sandbox
-	var created, deadline, ended, ready int64
+	var created, deadline, ended, ready, suspend, suspended, left int64
 	var env, meta, proc string
 	err := rows.Scan(&s.ID, &s.SnapshotID, &s.SnapshotTag, &s.State, &created, &deadline, &ended, &ready,
-		&s.MemoryLimitMiB, &s.BranchCount, &s.Path, &s.GuestAddr, &s.Netns, &s.Reason, &env, &meta, &proc)
+		&s.MemoryLimitMiB, &s.BranchCount, &s.Path, &s.GuestAddr, &s.Netns, &s.Reason, &env, &meta, &proc,
+		&s.Name, &s.AnchorID, &s.StateID, &suspend, &s.AutoResume, &suspended, &left)
 	if err != nil {
 		return s, err
 	}
 	s.CreatedAt, s.Deadline, s.EndedAt, s.ReadyIn = fromNanos(created), fromNanos(deadline), fromNanos(ended), time.Duration(ready)
+	s.AutoSuspend, s.SuspendedAt, s.Left = time.Duration(suspend), fromNanos(suspended), time.Duration(left)
 	for _, f := range []struct {
 		name, text string
 		into       any

@@ -26,21 +26,60 @@ type Snapshot struct {
 	CreatedAt time.Time
 	BootWarm  time.Duration // boot, readiness and warm-up of the parent
 	PoolSize  int
+	Owner     string // the sandbox whose suspended state it is, or ""
+	Measured
 }
 
-// AddSnapshot records that s is about to be written and takes its tag. It wraps ErrExists when the tag is taken.
+// Measured is what making a snapshot of a running sandbox took.
+type Measured struct {
+	Warning      string        // why it was not made the way that was asked for
+	Pause, Diff  time.Duration // the source stood still; from the request to the captured difference
+	DiffPhysical int64         // bytes of the pages that differ, without those of zeros
+	DiffLogical  int64         // bytes of all pages that differ
+}
+
+// AddSnapshot records that s is about to be written and takes its tag, if it has one. It wraps ErrExists when the tag is taken.
 func (db *DB) AddSnapshot(ctx context.Context, s Snapshot) error {
-	return db.tx(ctx, "record snapshot "+s.Tag, func(tx *sql.Tx) error {
-		_, err := tx.ExecContext(ctx,
-			`INSERT INTO snapshots (id, status, image, created_ns, boot_warm_ns, pool_size) VALUES (?, ?, ?, ?, ?, ?)`,
-			s.ID, s.Status, s.Image, nanos(s.CreatedAt), s.BootWarm.Nanoseconds(), s.PoolSize)
-		if err != nil {
-			return err
+	return db.AddSnapshots(ctx, s)
+}
+
+// AddSnapshots records several at once: all of them, or on an error none.
+func (db *DB) AddSnapshots(ctx context.Context, all ...Snapshot) error {
+	return db.tx(ctx, "record snapshot "+all[len(all)-1].name(), func(tx *sql.Tx) error {
+		for _, s := range all {
+			if err := addSnapshot(ctx, tx, s); err != nil {
+				return err
+			}
 		}
-		_, err = tx.ExecContext(ctx, `INSERT INTO tags (tag, snapshot_id, created_ns) VALUES (?, ?, ?)`,
-			s.Tag, s.ID, nanos(s.CreatedAt))
-		return err
+		return nil
 	})
+}
+
+func (s Snapshot) name() string {
+	if s.Tag == "" {
+		return s.ID
+	}
+	return s.Tag
+}
+
+func addSnapshot(ctx context.Context, tx *sql.Tx, s Snapshot) error {
+	_, err := tx.ExecContext(ctx,
+		`INSERT INTO snapshots (id, status, image, created_ns, boot_warm_ns, pool_size, owner) VALUES (?, ?, ?, ?, ?, ?, ?)`,
+		s.ID, s.Status, s.Image, nanos(s.CreatedAt), s.BootWarm.Nanoseconds(), s.PoolSize, s.Owner)
+	if err != nil || s.Tag == "" {
+		return err
+	}
+	return addTag(ctx, tx, s.Tag, s.ID, s.CreatedAt)
+}
+
+func addTag(ctx context.Context, tx *sql.Tx, tag, id string, at time.Time) error {
+	_, err := tx.ExecContext(ctx, `INSERT INTO tags (tag, snapshot_id, created_ns) VALUES (?, ?, ?)`, tag, id, nanos(at))
+	return err
+}
+
+// AddTag gives a snapshot a tag. It wraps ErrExists when the tag is taken.
+func (db *DB) AddTag(ctx context.Context, tag, id string, at time.Time) error {
+	return db.tx(ctx, "record tag "+tag, func(tx *sql.Tx) error { return addTag(ctx, tx, tag, id, at) })
 }
 
 // MarkSnapshotReady records that the snapshot is published.
@@ -48,6 +87,13 @@ func (db *DB) MarkSnapshotReady(ctx context.Context, id string, bootWarm time.Du
 	return db.tx(ctx, "record snapshot "+id, func(tx *sql.Tx) error {
 		return one(ctx, tx, `UPDATE snapshots SET status = 'ready', boot_warm_ns = ? WHERE id = ?`, bootWarm.Nanoseconds(), id)
 	})
+}
+
+// SetMeasured records what making the snapshot took.
+func (db *DB) SetMeasured(ctx context.Context, id string, m Measured) error {
+	return db.write(ctx, "record figures of snapshot "+id,
+		`UPDATE snapshots SET warning = ?, pause_ns = ?, diff_ns = ?, diff_physical = ?, diff_logical = ? WHERE id = ?`,
+		m.Warning, m.Pause.Nanoseconds(), m.Diff.Nanoseconds(), m.DiffPhysical, m.DiffLogical, id)
 }
 
 // MarkSnapshotsDeleting records that the snapshots are about to be removed: all of them, or on an error none.
@@ -80,7 +126,8 @@ func (db *DB) SetPoolSize(ctx context.Context, id string, size int) error {
 // Snapshots returns all records, by tag.
 func (db *DB) Snapshots(ctx context.Context) ([]Snapshot, error) {
 	rows, err := db.reader.QueryContext(ctx,
-		`SELECT s.id, coalesce(t.tag, ''), s.status, s.image, s.created_ns, s.boot_warm_ns, s.pool_size
+		`SELECT s.id, coalesce(t.tag, ''), s.status, s.image, s.created_ns, s.boot_warm_ns, s.pool_size,
+		  s.owner, s.warning, s.pause_ns, s.diff_ns, s.diff_physical, s.diff_logical
 		 FROM snapshots s LEFT JOIN tags t ON t.snapshot_id = s.id ORDER BY t.tag, s.id`)
 	if err != nil {
 		return nil, fmt.Errorf("list snapshots: %w", classify(err))
@@ -89,11 +136,13 @@ func (db *DB) Snapshots(ctx context.Context) ([]Snapshot, error) {
 	var all []Snapshot
 	for rows.Next() {
 		var s Snapshot
-		var created, bootWarm int64
-		if err := rows.Scan(&s.ID, &s.Tag, &s.Status, &s.Image, &created, &bootWarm, &s.PoolSize); err != nil {
+		var created, bootWarm, pause, diff int64
+		if err := rows.Scan(&s.ID, &s.Tag, &s.Status, &s.Image, &created, &bootWarm, &s.PoolSize,
+			&s.Owner, &s.Warning, &pause, &diff, &s.DiffPhysical, &s.DiffLogical); err != nil {
 			return nil, fmt.Errorf("list snapshots: %w", err)
 		}
 		s.CreatedAt, s.BootWarm = fromNanos(created), time.Duration(bootWarm)
+		s.Pause, s.Diff = time.Duration(pause), time.Duration(diff)
 		all = append(all, s)
 	}
 	if err := rows.Err(); err != nil {
