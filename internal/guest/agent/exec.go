@@ -107,7 +107,9 @@ func (c *command) run() {
 	kind, msg := c.execute()
 	// Removed first: whoever got the answer may ask for a quiet agent at once.
 	c.a.execs.remove(c)
-	c.a.reply(c.session, kind, c.id, msg)
+	b := msg.AppendTo(nil)
+	c.a.out.sendLong(c.session, kind, c.id, b)
+	c.a.tidy(len(b) + len(c.req.Stdin))
 }
 
 func (c *command) execute() (agentproto.Kind, encoder) {
@@ -155,7 +157,11 @@ func (c *command) start() *agentproto.Error {
 	if kv, bad := badEnv(req.Env); bad {
 		return execError(agentproto.CodeBadRequest, "environment entry \""+kv+"\" is not of the form NAME=VALUE")
 	}
-	u, err := lookUser("", req.User)
+	name := req.User
+	if name == "" {
+		name = c.a.defaultUser()
+	}
+	u, err := lookUser("", name)
 	if err != nil {
 		return execError(agentproto.CodeBadUser, "there is no user \""+req.User+"\" in the guest; use a name or a uid of its /etc/passwd")
 	}

@@ -1,7 +1,6 @@
 package agent
 
 import (
-	"os"
 	"slices"
 	"strconv"
 	"time"
@@ -60,9 +59,6 @@ func (a *Agent) runHook(hook string, req *agentproto.Identity, deadline int64) s
 	}
 	env := append([]string{"FORKD_INSTANCE_ID=" + req.InstanceID, "FORKD_HOSTNAME=" + req.Hostname, "FORKD_MACHINE_ID=" + req.MachineID}, req.Env...)
 	c := &command{a: a, stdin: -1, env: env, req: agentproto.ExecRequest{Args: []string{hook}, Cwd: "/", TimeoutMS: uint32(left), MaxOutput: hookOutput}}
-	if a.opt.Sandboxed {
-		c.req.User = strconv.Itoa(os.Getuid())
-	}
 	if !a.execs.add(c) {
 		return "too many commands run to start hook " + hook
 	}

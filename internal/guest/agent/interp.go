@@ -2,9 +2,7 @@ package agent
 
 import (
 	_ "embed"
-	"os"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"syscall"
 
@@ -241,37 +239,16 @@ func (in *interp) fail(j job, code agentproto.Code, msg string) {
 // start runs the interpreter. It is ready when its first answer has come.
 func (in *interp) start() error {
 	a := in.a
-	u, err := lookUser("", "")
-	if a.opt.Sandboxed {
-		u, err = lookUser("", strconv.Itoa(os.Getuid()))
-	}
+	u, err := lookUser("", a.defaultUser())
 	if err != nil {
 		return err
 	}
-	var pipes [5][2]int // stdout, stderr, request, answer, driver
-	var theirs []uintptr
-	defer func() { closeAll(theirs) }()
-	null, err := open("/dev/null", unix.O_RDONLY)
+	theirs, ours, err := interpFiles()
+	defer closeAll(theirs)
 	if err != nil {
+		closeAll(ours)
 		return err
 	}
-	theirs = append(theirs, uintptr(null))
-	var ours []uintptr
-	for i := range pipes {
-		if err := unix.Pipe2(pipes[i][:], unix.O_CLOEXEC); err != nil {
-			closeAll(ours)
-			return err
-		}
-		read := 0
-		if i == 2 || i == 4 {
-			read = 1 // we write
-		}
-		ours = append(ours, uintptr(pipes[i][read]))
-		theirs = append(theirs, uintptr(pipes[i][1-read]))
-		_ = unix.SetNonblock(pipes[i][read], true)
-	}
-	defer unix.Close(int(ours[4]))
-	writeAll(int(ours[4]), []byte(driverSource)) // fits a pipe
 	dir := u.home
 	if isDir(dir) != nil {
 		dir = "/"
@@ -279,7 +256,7 @@ func (in *interp) start() error {
 	attr := &syscall.ProcAttr{Dir: dir, Env: mergeEnv(baseEnv(u), a.env), Files: theirs, Sys: &syscall.SysProcAttr{}}
 	p, err := a.procs.start(a.python, []string{filepath.Base(a.python), "-c", driverBoot}, attr)
 	if err != nil {
-		closeAll(ours[:4])
+		closeAll(ours)
 		return err
 	}
 	in.p = p
@@ -287,6 +264,39 @@ func (in *interp) start() error {
 	in.request, in.answer = int(ours[2]), int(ours[3])
 	in.deadline = a.after(a.limits.start)
 	return nil
+}
+
+// interpFiles makes the interpreter's descriptors 0 to 5 (nothing, stdout, stderr, requests, answers, driver) and our ends of 1 to 4.
+func interpFiles() (theirs, ours []uintptr, err error) {
+	null, err := open("/dev/null", unix.O_RDONLY)
+	if err != nil {
+		return nil, nil, err
+	}
+	theirs = append(theirs, uintptr(null))
+	for i := range 4 {
+		var p [2]int
+		if err := unix.Pipe2(p[:], unix.O_CLOEXEC); err != nil {
+			return theirs, ours, err
+		}
+		our := 0
+		if i == 2 {
+			our = 1 // we write the requests
+		}
+		theirs = append(theirs, uintptr(p[1-our]))
+		ours = append(ours, uintptr(p[our]))
+		if err := unix.SetNonblock(p[our], true); err != nil {
+			return theirs, ours, err
+		}
+	}
+	driver, err := unix.MemfdCreate("forkd-driver", unix.MFD_CLOEXEC)
+	if err != nil {
+		return theirs, ours, err
+	}
+	theirs = append(theirs, uintptr(driver))
+	if n, err := unix.Pwrite(driver, []byte(driverSource), 0); err != nil || n < len(driverSource) {
+		return theirs, ours, unix.ENOSPC
+	}
+	return theirs, ours, nil
 }
 
 // shutdown ends the interpreter and waits for it.

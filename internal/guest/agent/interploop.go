@@ -181,8 +181,9 @@ func (in *interp) finish(flags byte, body []byte) {
 func (in *interp) replyEval(j *job, res *agentproto.EvalResult) {
 	in.a.scratch = res.AppendTo(in.a.scratch[:0])
 	in.a.out.sendLong(j.session, agentproto.KindEvalResult, j.id, in.a.scratch)
-	if cap(in.a.scratch) > 64<<10 {
+	if n := cap(in.a.scratch); n > 64<<10 {
 		in.a.scratch = nil
+		in.a.tidy(n)
 	}
 }
 

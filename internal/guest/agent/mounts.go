@@ -2,7 +2,6 @@ package agent
 
 import (
 	"errors"
-	"path/filepath"
 
 	"golang.org/x/sys/unix"
 )
@@ -121,49 +120,55 @@ func removeBelow(dir int, dev uint64) {
 	}
 }
 
-// finishRoot gives programs what they expect. Each part is of use without the others, so problems are only reported.
-func finishRoot() []string {
-	var problems []string
-	try := func(what string, err error) {
-		if err != nil {
-			problems = append(problems, "can't "+what+": "+err.Error())
-		}
+// problems collects what could not be done; each part is of use without the others.
+type problems []string
+
+func (p *problems) try(what string, err error) {
+	if err != nil {
+		*p = append(*p, "can't "+what+": "+err.Error())
 	}
-	mount := func(kind, dir string, flags uintptr, data string) {
-		_ = mkdirAll(dir, 0o755)
-		err := unix.Mount(kind, dir, kind, flags, data)
-		try("mount "+kind+" on "+dir, err)
-	}
-	const quiet = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
-	mount("devpts", "/dev/pts", unix.MS_NOSUID|unix.MS_NOEXEC, "mode=0620,gid=5,ptmxmode=0666")
-	mount("tmpfs", "/dev/shm", unix.MS_NOSUID|unix.MS_NODEV, "mode=1777")
-	mount("cgroup2", "/sys/fs/cgroup", quiet, "")
-	for link, target := range map[string]string{
-		"/dev/fd": "/proc/self/fd", "/dev/stdin": "/proc/self/fd/0", "/dev/stdout": "/proc/self/fd/1", "/dev/stderr": "/proc/self/fd/2",
-	} {
-		if !exists(filepath.Dir(target)) || unix.Symlink(target, link) == nil {
-			continue
-		}
-		var st unix.Stat_t
-		try("link "+link, unix.Lstat(link, &st))
-	}
+}
+
+// finishRoot gives programs what they expect.
+func finishRoot() problems {
+	var p problems
+	p.mountDevices()
 	for _, dir := range []string{"/tmp", "/run/lock"} {
 		_ = mkdirAll(dir, 0o777)
-		try("open "+dir+" for everyone", unix.Chmod(dir, unix.S_ISVTX|0o777))
+		p.try("open "+dir+" for everyone", unix.Chmod(dir, unix.S_ISVTX|0o777))
 	}
 	if !exists("/etc/hosts") {
-		files := identityFiles{}
-		try("write /etc/hosts", files.hosts.replace("", "/etc/hosts", []byte(defaultHosts)))
-		files.close()
+		var hosts keptFile
+		p.try("write /etc/hosts", hosts.replace("", "/etc/hosts", []byte(defaultHosts)))
+		hosts.close()
 	}
-	if name, err := readFile("/etc/hostname"); err == nil && firstLine(name) != "" {
-		try("set the host name", unix.Sethostname([]byte(firstLine(name))))
-	} else {
-		try("set the host name", unix.Sethostname([]byte("forkd")))
+	name := "forkd"
+	if b, err := readFile("/etc/hostname"); err == nil && firstLine(b) != "" {
+		name = firstLine(b)
 	}
-	try("bring the loopback device up", loopbackUp())
+	p.try("set the host name", unix.Sethostname([]byte(name)))
+	p.try("bring the loopback device up", loopbackUp())
 	// As systemd does: programs that use select keep their limit, others may raise it.
-	try("raise the limit of open files", unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 1024, Max: 524288}))
+	p.try("raise the limit of open files", unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 1024, Max: 524288}))
 	unix.Umask(0o022)
-	return problems
+	return p
+}
+
+// mountDevices mounts what lies below /dev and /sys, and makes the links that shells use.
+func (p *problems) mountDevices() {
+	mount := func(kind, dir string, flags uintptr, data string) {
+		_ = mkdirAll(dir, 0o755)
+		p.try("mount "+kind+" on "+dir, unix.Mount(kind, dir, kind, flags, data))
+	}
+	mount("devpts", "/dev/pts", unix.MS_NOSUID|unix.MS_NOEXEC, "mode=0620,gid=5,ptmxmode=0666")
+	mount("tmpfs", "/dev/shm", unix.MS_NOSUID|unix.MS_NODEV, "mode=1777")
+	mount("cgroup2", "/sys/fs/cgroup", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "")
+	links := [][2]string{
+		{"/dev/fd", "/proc/self/fd"}, {"/dev/stdin", "/proc/self/fd/0"}, {"/dev/stdout", "/proc/self/fd/1"}, {"/dev/stderr", "/proc/self/fd/2"},
+	}
+	for _, l := range links {
+		if err := unix.Symlink(l[1], l[0]); err != unix.EEXIST {
+			p.try("link "+l[0], err)
+		}
+	}
 }

@@ -44,3 +44,10 @@ func (a *Agent) warmHeap() {
 	}
 	a.warm.bytes, a.warm.words = nil, nil
 }
+
+// tidy gives memory back after a big message: the collector does not run by itself, and what it would find rides in every snapshot.
+func (a *Agent) tidy(bytes int) {
+	if bytes >= 1<<20 && !a.opt.Sandboxed {
+		debug.FreeOSMemory()
+	}
+}

@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"os/signal"
+	"slices"
 
 	"golang.org/x/sys/unix"
 )
@@ -18,7 +19,8 @@ For tests it serves a Unix socket instead:
 
 // Run is the program: init when it is process 1, else the development server of its flags. It returns the exit status.
 func Run(args []string, stderr io.Writer) int {
-	if os.Getpid() == 1 && len(args) < 2 {
+	// The kernel gives its own unknown words to init as arguments: they mean nothing.
+	if os.Getpid() == 1 && !slices.Contains(args, "-serve-unix") {
 		return runInit()
 	}
 	fs := flag.NewFlagSet("forkd-agent", flag.ContinueOnError)

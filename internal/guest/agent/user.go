@@ -122,3 +122,11 @@ func (u *user) credential() *syscall.Credential {
 	}
 	return &syscall.Credential{Uid: u.uid, Gid: u.gid, Groups: u.groups}
 }
+
+// defaultUser is who runs what names no user.
+func (a *Agent) defaultUser() string {
+	if a.opt.Sandboxed {
+		return strconv.Itoa(os.Getuid())
+	}
+	return "root"
+}

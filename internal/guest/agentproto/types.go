@@ -50,7 +50,7 @@ type Identity struct {
 	MachineID  string   // 32 lower case hexadecimal digits; empty: the machine id stays
 	UnixNano   int64    // wall clock to set; 0: the clock stays
 	Entropy    []byte   // fresh bytes of the host, at least MinEntropy
-	Env        []string // K=V for every later exec and eval; replaces what an earlier Identity set
+	Env        []string // K=V for every later exec and eval, besides FORKD_INSTANCE_ID; replaces what an earlier Identity set
 	RunHooks   bool     // run the executables in /etc/forkd/on-fork.d
 }
 
