@@ -46,7 +46,7 @@ func startDaemon(ctx context.Context, opt Options) (_ *daemon, err error) {
 		}
 	}()
 	socket := filepath.Join(run, "s")
-	args := append([]string{"serve", "--data", d.data, "--run", run, "--cache", opt.Cache, "--socket", socket}, opt.Serve...)
+	args := append([]string{"serve", "--data", d.data, "--run", run, "--cache", opt.Cache, "--socket", socket, "--listen", ""}, opt.Serve...)
 	d.cmd = exec.Command(opt.Program, args...)
 	d.cmd.Stdout, d.cmd.Stderr = &d.log, &d.log
 	d.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // an interrupt at the terminal is ours to handle
