@@ -106,7 +106,7 @@ func TestBadCommandLines(t *testing.T) {
 		{"tag of 65", []string{"fork", "--tag", strings.Repeat("a", 65)}, 1, "1 to 64"},
 		{"n of 0", []string{"fork", "--tag", pyTag, "-n", "0"}, 2, "from 1 to 1000"},
 		{"n of -1", []string{"fork", "--tag", pyTag, "-n", "-1"}, 2, "--n"},
-		{"n of -1, given otherwise", []string{"fork", "--tag", pyTag, "-n=-1"}, 2, "from 1 to 1000"},
+		{"n of -1, given otherwise", []string{"fork", "--tag", pyTag, "--n=-1"}, 2, "from 1 to 1000"},
 		{"n of 1001", []string{"fork", "--tag", pyTag, "-n", "1001"}, 2, "from 1 to 1000"},
 		{"unknown image", []string{"snapshot", "--tag", "t", "--image", "nosuch"}, 1, "`forkd image ls`"},
 		{"snapshot that exists", []string{"snapshot", "--tag", pyTag, "--image", bareImage}, 1, "exists"},

@@ -58,8 +58,9 @@ func TestCommandLine(t *testing.T) {
 	if got := d.must("rmi", "mine", pyTag); got != "mine\n"+pyTag {
 		t.Errorf("rmi printed %q", got)
 	}
-	if got := strings.Fields(d.must("image", "rm", pythonImage, bareImage)); len(got) != 2 {
-		t.Errorf("image rm printed %q", got)
+	names := d.must("image", "ls", "-q")
+	if got := d.must(append([]string{"image", "rm"}, strings.Fields(names)...)...); got != names {
+		t.Errorf("image rm printed %q, want %q", got, names)
 	}
 	if got := d.must("images", "-q") + d.must("image", "ls", "-q"); got != "" {
 		t.Errorf("left: %q", got)
