@@ -30,6 +30,7 @@ func (w *window) sweep(ctx context.Context) ([]Extent, error) {
 	if err := context.Cause(ctx); err != nil {
 		return nil, err // it may have been let go before it was captured
 	}
+	w.swept = true
 	return w.changed.extents(), nil
 }
 

@@ -35,20 +35,27 @@ type sample struct {
 	CaptureTimes
 	stall  time.Duration
 	faults uint64
+	wrote  uint64 // pages
 }
 
 func measure(b *testing.B, g *guest, mode Mode) sample {
-	g.do("stats")
+	before := g.do("stats")
+	var s sample
 	if mode == "none" {
+		start := time.Now()
 		time.Sleep(50 * time.Millisecond) // as long as a capture takes
-		return sample{stall: time.Duration(g.do("stats").StallNS)}
+		s.After = time.Since(start)
+	} else {
+		c, err := Capture(b.Context(), g.target(), g.hooks(), CaptureOptions{Mode: mode})
+		if err != nil {
+			b.Fatal(err)
+		}
+		c.Layer.File.Close()
+		s.CaptureTimes, s.faults = c.Times, c.Faults
 	}
-	c, err := Capture(b.Context(), g.target(), g.hooks(), CaptureOptions{Mode: mode})
-	if err != nil {
-		b.Fatal(err)
-	}
-	c.Layer.File.Close()
-	return sample{c.Times, time.Duration(g.do("stats").StallNS), c.Faults}
+	after := g.do("stats")
+	s.stall, s.wrote = time.Duration(after.StallNS), after.Written-before.Written
+	return s
 }
 
 func report(b *testing.B, all []sample) {
@@ -62,6 +69,9 @@ func report(b *testing.B, all []sample) {
 		{"stall-ms", func(s sample) float64 { return ms(s.stall) }},
 		{"ahead-ms", func(s sample) float64 { return ms(s.Ahead) }},
 		{"after-ms", func(s sample) float64 { return ms(s.After) }},
+		{"MiB/s", func(s sample) float64 {
+			return float64(s.wrote) * PageSize / (1 << 20) / (s.Ahead + s.Pause + s.After).Seconds()
+		}},
 		{"faults", func(s sample) float64 { return float64(s.faults) }},
 	} {
 		values := make([]float64, len(all))

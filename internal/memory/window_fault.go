@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math/bits"
 	"runtime"
 
 	"golang.org/x/sys/unix"
@@ -60,6 +61,7 @@ func (w *window) serve() {
 }
 
 func (w *window) serveFaults(c *catcher, msgs []byte) {
+	taken := Extent{}
 	for ; len(msgs) >= uffdMsgBytes; msgs = msgs[uffdMsgBytes:] {
 		if msgs[0] != uffdEventPagefault {
 			continue
@@ -71,26 +73,34 @@ func (w *window) serveFaults(c *catcher, msgs []byte) {
 			w.fail(fmt.Errorf("fault at %#x, where there is no guest memory", addr))
 			continue
 		}
-		if err := w.serveFault(c, page); err != nil {
+		got, err := w.serveFault(c, page)
+		if err != nil {
 			w.fail(err)
 			w.unprotect(Extent{page, 1})
 		}
+		if got {
+			taken = Extent{page, 1}
+		}
+	}
+	if err := c.takeBehind(taken); err != nil {
+		w.fail(err)
 	}
 }
 
-func (w *window) serveFault(c *catcher, page uint64) error {
+// serveFault lets a page go, after it was captured if it must be. It reports whether it captured it.
+func (w *window) serveFault(c *catcher, page uint64) (taken bool, err error) {
 	if w.note(page) {
-		return nil
+		return false, nil
 	}
 	switch {
 	case w.phase.Load() == open || !w.changed.has(page):
-		return w.unprotect(Extent{page, 1})
+		return false, w.unprotect(Extent{page, 1})
 	case w.claimed.set(page):
-		return c.take(page)
+		return true, c.take(Extent{page, 1})
 	case w.done.has(page):
-		return w.unprotect(Extent{page, 1})
+		return false, w.unprotect(Extent{page, 1})
 	}
-	return nil // whoever is at it lets it go, and that wakes the thread
+	return false, nil // whoever is at it lets it go, and that wakes the thread
 }
 
 // note remembers a page that is written while the window is being armed, and lets it go. It reports false when the window is armed.
@@ -145,38 +155,70 @@ func (w *window) protectParts(e Extent, on bool) error {
 
 // catcher captures the pages of faults.
 type catcher struct {
-	w     *window
-	pages []uint64 // captured and not yet in the layer
-	buf   []byte
+	w       *window
+	extents []Extent // captured and not yet in the layer
+	used    int      // of buf
+	buf     []byte
 }
+
+const (
+	catcherPages = 256
+	// takeAhead is how many pages behind a fault are captured with it, when no other thread waits: who writes a page often writes the next.
+	takeAhead = 15
+)
 
 func newCatcher(w *window) *catcher {
-	return &catcher{w: w, buf: make([]byte, faultBatch*PageSize)}
+	return &catcher{w: w, buf: make([]byte, catcherPages*PageSize)}
 }
 
-// take captures a page and lets it go. It gets into the layer later.
-// Preconditions: the caller has claimed the page.
-func (c *catcher) take(page uint64) error {
-	if len(c.pages) == cap(c.buf)/PageSize {
+// take captures pages of one word of the bitsets and lets them go. They get into the layer later.
+// Preconditions: the caller has claimed them.
+func (c *catcher) take(e Extent) error {
+	if c.used+int(e.Bytes()) > len(c.buf) {
 		if err := c.store(); err != nil {
 			return err
 		}
 	}
-	slot := c.buf[len(c.pages)*PageSize:][:PageSize]
-	if err := c.w.read(slot, page/wordPages, bit(page)); err != nil {
+	i, pages := e.First/wordPages, mask(e.N)<<(e.First%wordPages)
+	if err := c.w.read(c.buf[c.used:], i, pages); err != nil {
 		return err
 	}
-	c.w.done.set(page)
-	c.pages = append(c.pages, page)
-	return c.w.unprotect(Extent{page, 1})
+	c.w.done[i].Or(pages)
+	c.used += int(e.Bytes())
+	c.extents = append(c.extents, e)
+	return c.w.unprotect(e)
 }
 
-func (c *catcher) store() error {
-	for i, page := range c.pages {
-		if err := c.w.sink.store(page, c.buf[i*PageSize:][:PageSize]); err != nil {
+// takeBehind captures what nobody has captured yet of the changed pages right behind e, in the same word.
+func (c *catcher) takeBehind(e Extent) error {
+	if e.N == 0 {
+		return nil
+	}
+	i, at := e.End()/wordPages, e.End()%wordPages
+	if at == 0 {
+		return nil
+	}
+	n := min(takeAhead, uint64(bits.TrailingZeros64(^(c.w.changed[i].Load() >> at))), wordPages-at)
+	if n == 0 {
+		return nil
+	}
+	want := mask(n) << at
+	for run := range runsIn(i, want&^c.w.claimed[i].Or(want)) {
+		if err := c.take(run); err != nil {
 			return err
 		}
 	}
-	c.pages = c.pages[:0]
+	return nil
+}
+
+func (c *catcher) store() error {
+	b := c.buf
+	for _, e := range c.extents {
+		if err := c.w.sink.store(e.First, b[:e.Bytes()]); err != nil {
+			return err
+		}
+		b = b[e.Bytes():]
+	}
+	c.extents, c.used = c.extents[:0], 0
 	return nil
 }

@@ -67,7 +67,7 @@ type guestProcess struct {
 	resume  chan struct{}
 	writers []*writer
 	idle    idleThread
-	spins   atomic.Uint64
+	spins   uint64
 }
 
 type writer struct {
@@ -158,7 +158,7 @@ func (g *guestProcess) do(command string) guestReply {
 			g.resume = make(chan struct{})
 		}
 	case "stats":
-		r := guestReply{Waits: g.idle.waits.Load(), Strange: g.idle.said(), Signals: g.idle.signals.Load(), Spins: g.spins.Load()}
+		r := guestReply{Waits: g.idle.waits.Load(), Strange: g.idle.said(), Signals: g.idle.signals.Load(), Spins: atomic.LoadUint64(&g.spins)}
 		for i, w := range g.writers {
 			r.StallNS = max(r.StallNS, w.stall.Swap(0))
 			if n := w.written.Load(); i == 0 || n < r.Written {
@@ -181,9 +181,7 @@ func (g *guestProcess) do(command string) guestReply {
 			runtime.LockOSThread()
 			name(spinName)
 			close(ready)
-			for {
-				g.spins.Add(1)
-			}
+			spin(&g.spins)
 		}()
 		<-ready
 	case "read": // all of memory
@@ -257,6 +255,15 @@ const (
 
 	realTimeSignal = syscall.Signal(40)
 )
+
+// spin counts for ever. The race detector would make system calls in between.
+//
+//go:norace
+func spin(n *uint64) {
+	for {
+		atomic.AddUint64(n, 1)
+	}
+}
 
 // name gives this thread a name.
 func name(s string) error {

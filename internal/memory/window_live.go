@@ -49,30 +49,29 @@ type window struct {
 
 	fail       context.CancelCauseFunc
 	registered []Mapping
-	stopFD     int // eventfd: ends the worker
+	swept      bool // everything has been let go
+	stopFD     int  // eventfd: ends the worker
 	worker     sync.WaitGroup
 	keep       func() bool   // forestalls the release that the end of the context starts
 	released   chan struct{} // closed when that is through
 }
 
 // live captures through a window.
-func (c *capture) live(ctx context.Context) ([]Extent, error) {
+func (c *capture) live(ctx context.Context) (extents []Extent, err error) {
 	ctx, fail := context.WithCancelCause(ctx)
 	defer fail(nil)
 	w, err := c.openWindow(ctx, fail)
 	if err != nil {
 		return nil, err
 	}
-	extents, err := c.throughWindow(ctx, w)
-	err = errors.Join(err, w.close())
-	if err == nil {
-		err = context.Cause(ctx) // the worker may have failed at the last page
-	}
-	if err != nil {
-		return nil, err
-	}
-	c.result.Faults, c.result.Noted = w.faults.Load(), w.noteCount.Load()
-	return extents, nil
+	defer func() { // also when a hook panics
+		err = errors.Join(err, w.close())
+		if err == nil {
+			err = context.Cause(ctx) // the worker may have failed at the last page
+		}
+		c.result.Faults, c.result.Noted = w.faults.Load(), w.noteCount.Load()
+	}()
+	return c.throughWindow(ctx, w)
 }
 
 func (c *capture) throughWindow(ctx context.Context, w *window) ([]Extent, error) {
@@ -168,7 +167,9 @@ func (w *window) arm(ctx context.Context) error {
 }
 
 const (
-	armStep     = 8 << 20 / PageSize // pages protected at a time: about half a millisecond
+	armStep        = 8 << 20 / PageSize // pages protected at a time: about half a millisecond
+	unregisterStep = 2 << 20 / PageSize
+
 	rearmRounds = 3
 	rearmEnough = 32 // noted pages that are left to the pause
 )
@@ -228,9 +229,9 @@ func (w *window) close() error {
 		}
 		_, err = unix.Write(w.stopFD, binary.LittleEndian.AppendUint64(nil, 1))
 		w.worker.Wait()
-	}
-	for _, run := range w.registered {
-		w.uffd.unregister(run.Addr, uint64(run.Bytes())) // fails only when the process is gone
+		if !w.swept {
+			w.unprotect(Extent{0, w.guest.pages()}) // fails only when the process is gone
+		}
 	}
 	if w.stopFD >= 0 {
 		unix.Close(w.stopFD)
@@ -238,11 +239,25 @@ func (w *window) close() error {
 	if w.pages != nil {
 		w.pages.close()
 	}
-	if w.uffd != nil {
-		w.uffd.release()
-		if w.own {
-			w.uffd.Close()
+	if w.uffd == nil {
+		return err
+	}
+	if w.own {
+		w.unregister()
+		w.uffd.Close()
+	}
+	w.uffd.release()
+	return err
+}
+
+// unregister ends the registration in steps: each locks the address space against the guest's page faults while it walks its pages, and
+// closing the userfaultfd would do that for all of them at once.
+func (w *window) unregister() {
+	for _, run := range w.registered {
+		for e := run.Extent; e.N > 0; {
+			step := Extent{e.First, min(e.N, unregisterStep)}
+			w.uffd.unregister(run.at(step.First), uint64(step.Bytes())) // fails only when the process is gone
+			e = from(e, step.End())
 		}
 	}
-	return err
 }

@@ -14,8 +14,8 @@ import (
 )
 
 const (
-	testPages   = 8192 // 32 MiB
-	testWritten = 4096 // of which two writers write half
+	testPages   = 6144 // 24 MiB: three steps of arming
+	testWritten = 2048 // of which two writers write these
 )
 
 // runningGuest is a guest with two writers that have been through their areas.
@@ -25,7 +25,7 @@ func runningGuest(t *testing.T, cfg guestConfig) *guest {
 	cfg.Writers = areas(2, testWritten)
 	g := startGuest(t, base(t, testPages, testWritten), cfg)
 	g.do("start")
-	g.advances(testWritten)
+	g.advances(testWritten / 2)
 	return g
 }
 
