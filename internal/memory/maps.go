@@ -44,8 +44,8 @@ func guestFiles(img *Image) (map[inode]bool, error) {
 	return files, nil
 }
 
-// readGuestMap finds the private mappings of an image's files in a process. A file's offsets are the guest's addresses. It is an error when they
-// don't cover guest memory exactly.
+// readGuestMap finds the private mappings of an image's files in a process. A file's offsets are the guest's addresses. It is
+// an error when they don't cover guest memory exactly.
 func readGuestMap(p *process, img *Image) (*guestMap, error) {
 	files, err := guestFiles(img)
 	if err != nil {
@@ -147,8 +147,8 @@ func parseMaps(r io.Reader, files map[inode]bool) ([]Mapping, error) {
 	return found, lines.Err()
 }
 
-// parseMapsLine reads "7f12a000-7f13a000 rw-p 00001000 00:01 1234 /memfd:forkd-x (deleted)". It allocates nothing: a monitor of an image
-// with deep layers has thousands of these.
+// parseMapsLine reads "7f12a000-7f13a000 rw-p 00001000 00:01 1234 /memfd:forkd-x (deleted)". It allocates nothing: a monitor of
+// an image with deep layers has thousands of these.
 func parseMapsLine(line []byte) (m Mapping, private bool, err error) {
 	var fields [5][]byte
 	for i := range fields {

@@ -1,6 +1,11 @@
 package memory
 
 import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"math/rand/v2"
+	"os"
 	"strings"
 	"testing"
 
@@ -121,4 +126,64 @@ func FuzzParseMaps(f *testing.F) {
 			newGuestMap(found, 8)
 		}
 	})
+}
+
+// A daemon that starts again must find the memory that a child was started from in the child itself, and be able to go on with
+// it.
+func TestMappedImage(t *testing.T) {
+	needRoot(t)
+	rnd := rand.New(rand.NewPCG(11, 12))
+	for depth := range uint64(4) {
+		t.Run(fmt.Sprint("depth ", depth), func(t *testing.T) {
+			img := base(t, testPages, testWritten)
+			for i := range depth {
+				next, err := img.Derive(randomLayer(t, rnd, i, 40, testPages))
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer next.Close()
+				img = next
+			}
+			g := startGuest(t, img, guestConfig{Writers: areas(1, testWritten)})
+			again, err := MappedImage(g.process, img.Bytes())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer again.Close()
+			if !bytes.Equal(readImage(t, again), readImage(t, img)) {
+				t.Error("the image found in the child has other bytes than the one it was started from")
+			}
+			if got, want := again.Mappings(), img.Mappings(); got != want {
+				t.Errorf("the image found in the child has %d mappings, want %d", got, want)
+			}
+			g.image = again
+			g.do("start")
+			g.advances(testWritten)
+			c, branch := g.capture(CaptureOptions{Mode: ModeLive})
+			if c.Pages != testWritten || !bytes.Equal(readImage(t, branch)[:8], binary.LittleEndian.AppendUint64(nil, firstWord(g.at[0]))) {
+				t.Errorf("a layer of %d pages over it, want %d", c.Pages, testWritten)
+			}
+		})
+	}
+	ours := startTicksOf(t)
+	if _, err := MappedImage(processHere(ours), 12345*PageSize); err == nil {
+		t.Error("an image was found in a process that is no monitor")
+	}
+}
+
+// firstWord is the first word of a writer's area.
+func firstWord(w writerState) uint64 {
+	if w.Pos == 0 {
+		return w.Round - 1
+	}
+	return w.Round
+}
+
+func startTicksOf(t *testing.T) uint64 {
+	t.Helper()
+	ticks, err := startTicks(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return ticks
 }

@@ -40,8 +40,8 @@ type pmScanArg struct {
 // pageRegion is struct page_region.
 type pageRegion struct{ start, end, categories uint64 }
 
-// pagemap tells which pages of its image a process has replaced by its own: copied on a write, present or swapped out. It stays with
-// the address space it was opened for, whatever becomes of the pid.
+// pagemap tells which pages of its image a process has replaced by its own: copied on a write, present or swapped out. It stays
+// with the address space it was opened for, whatever becomes of the pid.
 type pagemap struct {
 	proc    *process
 	file    *os.File
@@ -93,8 +93,8 @@ func (m *pagemap) each(g *guestMap, e Extent, do func(Mapping, Extent) error) er
 	return nil
 }
 
-// scan asks the kernel for the pages that are not the file's. What looks swapped and protected may be a marker that was left over, which
-// only the entry itself tells.
+// scan asks the kernel for the pages that are not the file's. What looks swapped and protected may be a marker that was left
+// over, which only the entry itself tells.
 func (m *pagemap) scan(run Mapping, e Extent, found func(Extent)) error {
 	arg := pmScanArg{
 		start: run.at(e.First), end: run.at(e.First) + uint64(e.Bytes()),
@@ -181,7 +181,8 @@ func clearSoftDirty(p *process) error {
 	return nil
 }
 
-// hasSoftDirty reports whether the kernel keeps soft-dirty bits (CONFIG_MEM_SOFT_DIRTY), by a page of our own that was just written.
+// hasSoftDirty reports whether the kernel keeps soft-dirty bits (CONFIG_MEM_SOFT_DIRTY), by a page of our own that was just
+// written.
 func hasSoftDirty() bool {
 	page, err := unix.Mmap(-1, 0, PageSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
 	if err != nil {

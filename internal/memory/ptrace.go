@@ -13,26 +13,28 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ErrNotPermitted says that this host does not let us act in another process, so neither live branches nor layers over an image can be had.
+// ErrNotPermitted says that this host does not let us act in another process, so neither live branches nor layers over an image
+// can be had.
 var ErrNotPermitted = errors.New("may not act in another process")
 
 // restoreTime is how long giving a thread back to itself may take once its injected calls are over.
 const restoreTime = 2 * time.Second
 
-// remote is a stopped thread of another process, in which system calls can be run. Nothing else of that process is stopped: vCPUs go on.
+// remote is a stopped thread of another process, in which system calls can be run. Nothing else of that process is stopped:
+// vCPUs go on.
 //
-// How it works: the thread is seized and interrupted while it waits in a system call, so it stands behind a `syscall` instruction. Our
-// calls are made by stepping back onto that instruction with other registers. Signals are blocked meanwhile: they stay
-// pending and meet the thread as if they had arrived a little later. In the end the thread stands in the kernel where it was stopped, with
-// the registers it had, and the kernel restarts or ends its own system call as it does after any stop.
+// How it works: the thread is seized and interrupted while it waits in a system call, so it stands behind a `syscall`
+// instruction. Our calls are made by stepping back onto that instruction with other registers. Signals are blocked meanwhile:
+// they stay pending and meet the thread as if they had arrived a little later. In the end the thread stands in the kernel where
+// it was stopped, with the registers it had, and the kernel restarts or ends its own system call as it does after any stop.
 //
 // A thread that is busy in its own code is let go on to its next system call, which is put off until ours have been made.
 //
 // If we die in the middle, the kernel releases the thread as it stands. Between the first call and the last register restored
 // (tens of microseconds) that would be with our registers.
 //
-// Do not wait for the monitor with os/exec while its main thread is stopped here: to a parent that traces its own child the kernel
-// reports a stop wherever it waits for the child's end. Poll a pidfd first, or name another thread as the idle one.
+// Do not wait for the monitor with os/exec while its main thread is stopped here: to a parent that traces its own child the
+// kernel reports a stop wherever it waits for the child's end. Poll a pidfd first, or name another thread as the idle one.
 type remote struct {
 	proc *process
 	tid  int
@@ -53,8 +55,8 @@ func inThread(ctx context.Context, p *process, do func(*remote) error) error {
 	}
 	done := make(chan error, 1)
 	go func() {
-		// A tracee belongs to a thread. It is never unlocked, so that the thread ends with this function, and the kernel lets go of the tracee
-		// even where we can't (it has not stopped yet).
+		// A tracee belongs to a thread. It is never unlocked, so that the thread ends with this function, and the kernel lets
+		// go of the tracee even where we can't (it has not stopped yet).
 		runtime.LockOSThread()
 		done <- trace(ctx, p, tid, do)
 	}()
@@ -165,7 +167,8 @@ func (r *remote) putOff(ctx context.Context) error {
 	return r.toSyscallStop(ctx, false)
 }
 
-// blockSignals keeps signals from being taken between our calls. Those that the kernel forces on a thread for its own faults stay.
+// blockSignals keeps signals from being taken between our calls. Those that the kernel forces on a thread for its own faults
+// stay.
 func (r *remote) blockSignals() error {
 	if err := r.sigmask(unix.PTRACE_GETSIGMASK, &r.mask); err != nil {
 		return fmt.Errorf("read signal mask: %w", err)
@@ -254,7 +257,8 @@ func (r *remote) release(ctx context.Context) error {
 	return nil
 }
 
-// toEventStop brings the thread to the stop that PTRACE_INTERRUPT makes, where no instruction of its own has run since the last call.
+// toEventStop brings the thread to the stop that PTRACE_INTERRUPT makes, where no instruction of its own has run since the last
+// call.
 func (r *remote) toEventStop(ctx context.Context) error {
 	if err := unix.PtraceInterrupt(r.tid); err != nil {
 		return fmt.Errorf("interrupt: %w", err)

@@ -30,8 +30,8 @@ func rewind(r *unix.PtraceRegs, gate uint64) {
 	r.Rip, r.Rax, r.Orig_rax = gate, r.Orig_rax, noSyscall
 }
 
-// batchCode makes the system calls of a table, from Rbx up to Rbp, until one fails, and ends with a breakpoint. A row is the number
-// of the call, six arguments, and room for the result.
+// batchCode makes the system calls of a table, from Rbx up to Rbp, until one fails, and ends with a breakpoint. A row is the
+// number of the call, six arguments, and room for the result.
 //
 //	loop:	cmp %rbp,%rbx; jae done
 //		mov (%rbx),%rax; mov 8(%rbx),%rdi; mov 16(%rbx),%rsi; mov 24(%rbx),%rdx

@@ -34,7 +34,8 @@ func (w *window) sweep(ctx context.Context) ([]Extent, error) {
 	return w.changed.extents(), nil
 }
 
-// sweepWord does the pages of word i, and of the next ones if there is nothing to be captured in any. It returns how many words it did.
+// sweepWord does the pages of word i, and of the next ones if there is nothing to be captured in any. It returns how many words
+// it did.
 func (w *window) sweepWord(i uint64, buf []byte) (uint64, error) {
 	changed := w.changed[i].Load()
 	if changed == 0 {

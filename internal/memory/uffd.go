@@ -57,8 +57,8 @@ func OpenUFFD() (*os.File, error) {
 	return f, nil
 }
 
-// UFFD is a userfaultfd of a monitor's address space, held by us alone. Closing it, or dying, releases every thread of the guest that it holds up
-// and ends all protection.
+// UFFD is a userfaultfd of a monitor's address space, held by us alone. Closing it, or dying, releases every thread of the
+// guest that it holds up and ends all protection.
 type UFFD struct {
 	id vmm.Process
 
@@ -67,8 +67,9 @@ type UFFD struct {
 	busy bool
 }
 
-// Adopt makes a userfaultfd of a running monitor's address space: by one ioctl that its idle thread is made to run on the device
-// that it inherited. It wraps ErrNotTracked or ErrNotPermitted where that is not possible, and vmm.ErrGone when there is no such monitor any more.
+// Adopt makes a userfaultfd of a running monitor's address space: by one ioctl that its idle thread is made to run on the
+// device that it inherited. It wraps ErrNotTracked or ErrNotPermitted where that is not possible, and vmm.ErrGone when there is
+// no such monitor any more.
 func Adopt(ctx context.Context, id vmm.Process) (*UFFD, error) {
 	p, err := openProcess(id)
 	if err != nil {
@@ -119,7 +120,8 @@ func makeUFFD(ctx context.Context, r *remote) (int, error) {
 func negotiate(fd int) error {
 	api := struct{ api, features, ioctls uint64 }{uffdAPI, uffdFeatureWP | uffdFeatureWPShmem, 0}
 	if err := ioctl(fd, uffdioAPI, unsafe.Pointer(&api)); err != nil {
-		return fmt.Errorf("UFFDIO_API with write protection of memfds: %w: it needs kernel 6.1 or later with CONFIG_PTE_MARKER_UFFD_WP (%w)", ErrNotTracked, err)
+		return fmt.Errorf("UFFDIO_API with write protection of memfds: %w: it needs kernel 6.1 or later with CONFIG_PTE_MARKER_UFFD_WP (%w)",
+			ErrNotTracked, err)
 	}
 	return nil
 }

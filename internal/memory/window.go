@@ -18,13 +18,15 @@ type Target struct {
 	UFFD    *UFFD  // adopted before, and kept; nil: adopted for this capture and given back after it
 }
 
-// Hooks stop the guest at the instant that is captured. They are called from the goroutine that called Capture, in order, once each.
+// Hooks stop the guest at the instant that is captured. They are called from the goroutine that called Capture, in order, once
+// each.
 type Hooks struct {
 	// Pause stops all vCPUs and saves whatever else belongs to that instant (the device state). When it returns, nothing may
-	// write to guest memory until Resume is called: no vCPU, no device, no request to the guest's agent that the monitor would deliver.
+	// write to guest memory until Resume is called: no vCPU, no device, no request to the guest's agent that the monitor would
+	// deliver.
 	Pause func(context.Context) error
-	// Resume lets the vCPUs run. It is called on every path once Pause was, also when Pause failed or ctx is done (it gets a context of its own),
-	// and a second time when it fails.
+	// Resume lets the vCPUs run. It is called on every path once Pause was, also when Pause failed or ctx is done (it gets a
+	// context of its own), and a second time when it fails.
 	Resume func(context.Context) error
 }
 
@@ -33,8 +35,8 @@ type Mode string
 
 // Modes. Each yields the same layer; they differ in the pause.
 const (
-	// ModeLive protects the memory ahead and captures it after the pause, each page before it is written: the pause does not grow with
-	// anything. It needs a userfaultfd of the monitor.
+	// ModeLive protects the memory ahead and captures it after the pause, each page before it is written: the pause does not
+	// grow with anything. It needs a userfaultfd of the monitor.
 	ModeLive Mode = "live"
 	// ModeDiff copies the changed pages while the guest runs, and again in the pause: all of them, or where the kernel keeps
 	// soft-dirty bits those written since.
@@ -45,10 +47,12 @@ const (
 
 // CaptureOptions configure a capture. The zero value is useful.
 type CaptureOptions struct {
-	// Mode: when empty, ModeLive, or ModeDiff with a warning where the host or the monitor can't do that. A mode that is asked for and can't be had is an error.
+	// Mode: when empty, ModeLive, or ModeDiff with a warning where the host or the monitor can't do that. A mode that is asked
+	// for and can't be had is an error.
 	Mode Mode
 	Name string // of the layer's memfd; default "layer"
-	// Deadline bounds the whole capture; default from the size of memory. When it ends the guest is let go and the capture has failed.
+	// Deadline bounds the whole capture; default from the size of memory. When it ends the guest is let go and the capture has
+	// failed.
 	Deadline time.Duration
 	// FillGaps adds unchanged pages to the layer where that saves mappings (see FillGaps).
 	FillGaps   bool
@@ -107,9 +111,9 @@ const (
 	resumeTime  = 10 * time.Second
 )
 
-// Capture takes the memory of a running child as it is at one instant, as a layer over the child's image, while the child goes on. Whatever
-// happens, on return the guest has been resumed (or the error wraps ErrNotResumed), nothing of it is protected or held up any more, and
-// the caller owns the layer's file, if there is one. It wraps vmm.ErrGone when the child has ended.
+// Capture takes the memory of a running child as it is at one instant, as a layer over the child's image, while the child goes
+// on. Whatever happens, on return the guest has been resumed (or the error wraps ErrNotResumed), nothing of it is protected or
+// held up any more, and the caller owns the layer's file, if there is one. It wraps vmm.ErrGone when the child has ended.
 func Capture(ctx context.Context, t Target, h Hooks, opt CaptureOptions) (*Captured, error) {
 	p, err := openProcess(t.Process)
 	if err != nil {
@@ -184,7 +188,8 @@ func (c *capture) inMode(ctx context.Context) ([]Extent, error) {
 	if c.stopped || !errors.Is(err, ErrNotTracked) && !errors.Is(err, ErrNotPermitted) {
 		return extents, err
 	}
-	c.result.Mode, c.result.Warning = ModeDiff, fmt.Sprintf("changed pages are copied while the guest stands still, since a live capture is not possible: %v", err)
+	c.result.Mode = ModeDiff
+	c.result.Warning = fmt.Sprintf("changed pages were copied while the guest stood still, since a live capture is not possible: %v", err)
 	return c.copied(ctx)
 }
 

@@ -7,9 +7,9 @@ import (
 	"time"
 )
 
-// BenchmarkCapture prints what a capture costs a guest that writes at full speed to 64 MiB of its memory, all of which is resident. The
-// stall is the longest time that the guest took for one page, from the first protection to the last page captured; with
-// mode "none" nothing is captured in as long a time, which shows what the machine's load alone does.
+// BenchmarkCapture prints what a capture costs a guest that writes at full speed to 64 MiB of its memory, all of which is
+// resident. The stall is the longest time that the guest took for one page, from the first protection to the last page
+// captured; with mode "none" nothing is captured in as long a time, which shows what the machine's load alone does.
 func BenchmarkCapture(b *testing.B) {
 	needRoot(b)
 	const written = 64 << 20 / PageSize

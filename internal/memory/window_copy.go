@@ -21,8 +21,8 @@ type copier struct {
 	ahead   bitset // copied while the guest ran
 }
 
-// copied captures by copying in the pause. What was copied ahead has its place in the layer's memory by then, so that the pause does not
-// wait for the allocation of pages; where the kernel keeps soft-dirty bits it is not copied a second time.
+// copied captures by copying in the pause. What was copied ahead has its place in the layer's memory by then, so that the pause
+// does not wait for the allocation of pages; where the kernel keeps soft-dirty bits it is not copied a second time.
 func (c *capture) copied(ctx context.Context) (_ []Extent, err error) {
 	k := &copier{capture: c, ahead: newBitset(c.guest.pages())}
 	if k.pages, err = openPagemap(c.proc); err != nil {

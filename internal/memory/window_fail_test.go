@@ -206,8 +206,8 @@ func TestKilledInCapture(t *testing.T) {
 	}
 }
 
-// runHandler is the helper "handler": a process that captures a guest whose base is descriptor 3. It asks for pause and resume on its
-// standard output and gets the answer on its standard input.
+// runHandler is the helper "handler": a process that captures a guest whose base is descriptor 3. It asks for pause and resume
+// on its standard output and gets the answer on its standard input.
 func runHandler(args []string) error {
 	var id vmm.Process
 	if err := json.Unmarshal([]byte(args[0]), &id); err != nil {

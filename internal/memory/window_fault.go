@@ -13,15 +13,15 @@ import (
 // faultBatch is how many messages are read at a time.
 const faultBatch = 64
 
-// beFirst has this thread run as soon as it can whatever else the host is busy with: a thread of the guest waits for it, and it only ever
-// runs for microseconds. A host that doesn't allow it has longer stalls, no more.
+// beFirst has this thread run as soon as it can whatever else the host is busy with: a thread of the guest waits for it, and it
+// only ever runs for microseconds. A host that doesn't allow it has longer stalls, no more.
 func beFirst() {
 	attr := unix.SchedAttr{Size: unix.SizeofSchedAttr, Policy: unix.SCHED_RR, Priority: 1, Flags: unix.SCHED_FLAG_RESET_ON_FORK}
 	unix.SchedSetAttr(0, &attr, 0)
 }
 
-// serve answers the guest's faults until the window is closed. A thread of the guest waits for each of them, so this never waits for the monitor,
-// nor for the sweeper, and writes to the layer only when no fault is pending.
+// serve answers the guest's faults until the window is closed. A thread of the guest waits for each of them, so this never
+// waits for the monitor, nor for the sweeper, and writes to the layer only when no fault is pending.
 func (w *window) serve() {
 	runtime.LockOSThread() // for good: the thread ends with the window, and its priority with it
 	beFirst()
@@ -103,7 +103,8 @@ func (w *window) serveFault(c *catcher, page uint64) (taken bool, err error) {
 	return false, nil // whoever is at it lets it go, and that wakes the thread
 }
 
-// note remembers a page that is written while the window is being armed, and lets it go. It reports false when the window is armed.
+// note remembers a page that is written while the window is being armed, and lets it go. It reports false when the window is
+// armed.
 func (w *window) note(page uint64) bool {
 	w.armMu.Lock()
 	defer w.armMu.Unlock()
@@ -163,7 +164,8 @@ type catcher struct {
 
 const (
 	catcherPages = 256
-	// takeAhead is how many pages behind a fault are captured with it, when no other thread waits: who writes a page often writes the next.
+	// takeAhead is how many pages behind a fault are captured with it, when no other thread waits: who writes a page often
+	// writes the next.
 	takeAhead = 15
 )
 

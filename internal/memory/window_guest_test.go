@@ -20,10 +20,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// This file is the stand-in for a monitor and its guest: a process that maps an image privately and has threads that write to it without
-// rest. What it writes makes every instant of its memory predictable: a writer fills its area with the number of its round, word by word, so
-// that it holds that number up to the writer's position and the number before from there on. Positions are the "device state": reported in a pause,
-// given to a child at its start.
+// This file is the stand-in for a monitor and its guest: a process that maps an image privately and has threads that write to
+// it without rest. What it writes makes every instant of its memory predictable: a writer fills its area with the number of its
+// round, word by word, so that it holds that number up to the writer's position and the number before from there on. Positions
+// are the "device state": reported in a pause, given to a child at its start.
 
 // Descriptors of a guest process.
 const (
@@ -238,7 +238,8 @@ func (w *writer) park() {
 	<-resume
 }
 
-// idleThread is a thread named "idle" that waits in ppoll, as a monitor's main loop does, and expects nothing but what ppoll may return.
+// idleThread is a thread named "idle" that waits in ppoll, as a monitor's main loop does, and expects nothing but what ppoll
+// may return.
 type idleThread struct {
 	waits   atomic.Uint64
 	signals atomic.Int64
@@ -344,8 +345,11 @@ func pipe() (r, w int, err error) {
 
 // onlyWait has a seccomp filter kill this thread for any call but those it needs.
 func onlyWait() error {
-	allowed := []uint32{unix.SYS_PPOLL, unix.SYS_RESTART_SYSCALL, unix.SYS_RT_SIGRETURN, unix.SYS_SCHED_YIELD, unix.SYS_FUTEX, unix.SYS_TGKILL,
-		unix.SYS_GETPID, unix.SYS_GETTID, unix.SYS_NANOSLEEP, unix.SYS_CLOCK_GETTIME, unix.SYS_RT_SIGPROCMASK, unix.SYS_EPOLL_PWAIT, unix.SYS_WRITE, unix.SYS_READ}
+	allowed := []uint32{
+		unix.SYS_PPOLL, unix.SYS_NANOSLEEP, unix.SYS_RESTART_SYSCALL,
+		unix.SYS_RT_SIGRETURN, unix.SYS_SCHED_YIELD, unix.SYS_FUTEX, unix.SYS_TGKILL, unix.SYS_GETPID, unix.SYS_GETTID, // Go's runtime
+		unix.SYS_CLOCK_GETTIME, unix.SYS_RT_SIGPROCMASK, unix.SYS_EPOLL_PWAIT, unix.SYS_WRITE, unix.SYS_READ,
+	}
 	filter := []unix.SockFilter{{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: 0}}
 	for i, nr := range allowed {
 		filter = append(filter, unix.SockFilter{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, K: nr, Jt: uint8(len(allowed) - i)})

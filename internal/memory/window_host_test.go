@@ -42,7 +42,8 @@ func needRoot(t testing.TB) {
 	f.Close()
 }
 
-// base is an image of so many pages. Words of the first written pages are zero, so that writers start there at round 1; the rest is a pattern.
+// base is an image of so many pages. Words of the first written pages are zero, so that writers start there at round 1; the
+// rest is a pattern.
 func base(t testing.TB, pages, written uint64) *Image {
 	t.Helper()
 	f, err := New("base", int64(pages)*PageSize)

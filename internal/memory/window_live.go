@@ -20,11 +20,12 @@ const (
 	open                 // the page is let go: the window is over or given up
 )
 
-// window holds a guest's memory as it was at one instant, while the guest goes on: what was captured of it is let go, page by page.
+// window holds a guest's memory as it was at one instant, while the guest goes on: what was captured of it is let go, page by
+// page.
 //
-// A page that differs from the image is claimed by whoever captures it, the sweeper or the fault worker. The claimant reads it, marks it
-// done and lets it go, which wakes the guest's threads that wait for it; no lock is held. Nobody else lets go of a claimed page
-// before it is done.
+// A page that differs from the image is claimed by whoever captures it, the sweeper or the fault worker. The claimant reads it,
+// marks it done and lets it go, which wakes the guest's threads that wait for it; no lock is held. Nobody else lets go of a
+// claimed page before it is done.
 type window struct {
 	proc  *process
 	uffd  *UFFD
@@ -144,8 +145,9 @@ func (w *window) start(ctx context.Context) (err error) {
 	return nil
 }
 
-// arm protects all of guest memory while the guest runs, in steps, and finds the pages that differ from the image: those the process owns
-// once they are protected, and those it writes later, which fault. Nothing that grows with memory is left to be done in the pause.
+// arm protects all of guest memory while the guest runs, in steps, and finds the pages that differ from the image: those the
+// process owns once they are protected, and those it writes later, which fault. Nothing that grows with memory is left to be
+// done in the pause.
 func (w *window) arm(ctx context.Context) error {
 	pages := w.guest.pages()
 	for first := uint64(0); first < pages; first += armStep {
@@ -179,8 +181,8 @@ func (w *window) findChanged(e Extent) error {
 	return w.pages.ownedProtected(w.guest, e, w.changed.setAll)
 }
 
-// rearm protects the noted pages again while the guest still runs: a guest that writes at full speed has written many while we armed, but few
-// since the last round.
+// rearm protects the noted pages again while the guest still runs: a guest that writes at full speed has written many while we
+// armed, but few since the last round.
 func (w *window) rearm() error {
 	for range rearmRounds {
 		if w.noted.count() <= rearmEnough {
@@ -193,7 +195,8 @@ func (w *window) rearm() error {
 	return nil
 }
 
-// protectNoted protects the noted pages and forgets them. A page that is written right after is noted anew, since it was forgotten before.
+// protectNoted protects the noted pages and forgets them. A page that is written right after is noted anew, since it was
+// forgotten before.
 func (w *window) protectNoted() error {
 	for i := range w.noted {
 		if w.noted[i].Load() == 0 {
@@ -219,8 +222,8 @@ func (w *window) freeze(ctx context.Context) error {
 	return w.protectNoted()
 }
 
-// close ends the worker, and then all protection: the worker may still be reading a page. Everything in it holds for a window that was
-// opened in part.
+// close ends the worker, and then all protection: the worker may still be reading a page. Everything in it holds for a window
+// that was opened in part.
 func (w *window) close() error {
 	var err error
 	if w.keep != nil {
@@ -250,8 +253,8 @@ func (w *window) close() error {
 	return err
 }
 
-// unregister ends the registration in steps: each locks the address space against the guest's page faults while it walks its pages, and
-// closing the userfaultfd would do that for all of them at once.
+// unregister ends the registration in steps: each locks the address space against the guest's page faults while it walks its
+// pages, and closing the userfaultfd would do that for all of them at once.
 func (w *window) unregister() {
 	for _, run := range w.registered {
 		for e := run.Extent; e.N > 0; {
