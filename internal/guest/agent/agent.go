@@ -93,8 +93,7 @@ type Agent struct {
 		bytes []byte
 		words []string
 	} // see warmHeap
-	lastEnv []string // of the identity before
-	quiet   struct {
+	quiet struct {
 		session uint64
 		id      uint32
 	} // the QUIESCE that is under way

@@ -5,7 +5,7 @@
 import os, sys, signal, gc, select, linecache, traceback, random, _ast
 
 RFD, WFD = 3, 4
-FAILED, CUT = 1, 2
+FAILED, CUT, INERT = 1, 2, 4
 FILE = (lambda: 0).__code__.co_filename
 main = sys.modules['__main__'].__dict__
 read, write = os.read, os.write
@@ -195,7 +195,8 @@ def quiesce():
             import _ssl
         except ImportError:
             pass
-    del generators[:]
+    # What gc.freeze hid from an earlier search is kept from then, as long as anything but this list and this loop uses it.
+    generators[:] = [bits for bits in generators if sys.getrefcount(bits) > 3]
     if 'numpy.random' in modules:
         nr = modules['numpy.random']
         own = nr.mtrand._rand._bit_generator   # reseed_numpy does that one in another way
@@ -204,6 +205,17 @@ def quiesce():
                 keep_generator(o)
     gc.collect()
     gc.freeze()   # the collector leaves what is alive now alone: its pages stay shared between forks
+
+
+def inert():
+    # Nothing in this process can run before the next request comes: it has one thread, and no signal runs Python code but our own.
+    try:
+        if len(os.listdir('/proc/self/task')) != 1:
+            return False
+        ours = (None, signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, on_interrupt, on_identity)
+        return all(signal.getsignal(s) in ours for s in signal.valid_signals())
+    except Exception:
+        return False
 
 
 def keep_generator(bits):
@@ -228,12 +240,14 @@ def serve(b):
         flags, text = evaluate(body[4:], int.from_bytes(body[:4], 'little'))
         answer(kind, flags, text)
         return
+    flags = 0
     try:
         if kind == 73:  # I
             identify(body)
         elif kind == 81:  # Q
             quiesce()
-        answer(kind, 0, b'')
+            flags = INERT if inert() else 0
+        answer(kind, flags, b'')
     except BaseException as e:
         answer(kind, FAILED, cut(trace(e) or type(e).__name__, 4096, True)[0])
 

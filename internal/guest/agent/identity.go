@@ -63,7 +63,6 @@ func (a *Agent) applyIdentity(req *agentproto.Identity) string {
 		}
 	}
 	a.instance = req.InstanceID
-	a.lastEnv = a.env
 	// A new slice: commands that run keep the one they were started with.
 	a.env = append(append(make([]string, 0, len(req.Env)+1), "FORKD_INSTANCE_ID="+req.InstanceID), req.Env...)
 	return ""

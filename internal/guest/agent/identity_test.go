@@ -445,9 +445,6 @@ func TestIdentityFailsWhenTheInterpreterCantReseed(t *testing.T) {
 
 func TestQuiesce(t *testing.T) {
 	r := newRig(t, Options{})
-	if err := r.Quiesce(testContext(t)); err != nil {
-		t.Errorf("Quiesce without an interpreter: %v", err)
-	}
 	needPython(t)
 	r.result("import gc, hashlib, threading\nclass C: pass\na = C(); a.a = a; del a\nprint('x')")
 	r.result("threading.Timer(0, print, ['of the parent']).start()")
@@ -459,5 +456,137 @@ func TestQuiesce(t *testing.T) {
 	}
 	if got := r.result("import sys\n'_ssl' in sys.modules"); got != "True" {
 		t.Errorf("OpenSSL can be reseeded: got %s, want True", got)
+	}
+}
+
+func TestQuiesceStartsTheInterpreter(t *testing.T) {
+	needPython(t)
+	r := newRig(t, Options{})
+	if err := r.Quiesce(testContext(t)); err != nil {
+		t.Fatalf("Quiesce: %v", err)
+	}
+	if ack, err := r.Identify(testContext(t), sampleIdentity()); err != nil || !ack.Python {
+		t.Errorf("Identify: got %+v, %v, want an interpreter reseeded", ack, err)
+	}
+}
+
+func TestQuiesceNeedsNoInterpreter(t *testing.T) {
+	for name, python := range map[string]string{"none": "/no/such/python3", "broken": "false"} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, Options{Python: python})
+			for range 2 {
+				if err := r.Quiesce(testContext(t)); err != nil {
+					t.Errorf("Quiesce: %v", err)
+				}
+			}
+		})
+	}
+}
+
+// gc.freeze hides objects from a second search.
+func TestQuiesceTwiceKeepsGenerators(t *testing.T) {
+	needPython(t)
+	r := newRig(t, Options{})
+	r.result(fakeNumpy)
+	r.result(`
+import types
+class Seq:
+    def __init__(self, entropy): self.entropy = entropy
+    def spawn(self, n): return [Seq(self.entropy)]
+class PCG(BitGenerator):
+    def __init__(self, seq): self.seed_seq, self.state = seq, list(seq.entropy) if not isinstance(seq.entropy, int) else 'old'
+numpy.random.SeedSequence = Seq
+system, chosen, gone = PCG(Seq(1 << 127)), PCG(Seq(42)), PCG(Seq(1 << 127))
+`)
+	for range 2 {
+		if err := r.Quiesce(testContext(t)); err != nil {
+			t.Fatalf("Quiesce: %v", err)
+		}
+	}
+	r.result("import weakref\nref = weakref.ref(gone)\ndel gone")
+	if err := r.Quiesce(testContext(t)); err != nil {
+		t.Fatalf("Quiesce: %v", err)
+	}
+	if _, err := r.Identify(testContext(t), sampleIdentity()); err != nil {
+		t.Fatalf("Identify: %v", err)
+	}
+	if got, want := r.result("system.state != 'old', chosen.state, ref() is None"), "(True, 'old', True)"; got != want {
+		t.Errorf("seeded by the system, seeded by someone, unused: got %s, want %s", got, want)
+	}
+}
+
+// A quiet interpreter is reseeded before its next step, not at the identity: nothing may tell the difference.
+func TestIdentityOwedToAQuietInterpreter(t *testing.T) {
+	needPython(t)
+	r := newRig(t, Options{})
+	r.result("import os, random")
+	id := sampleIdentity()
+	draw := func(env ...string) string {
+		t.Helper()
+		r.result("random.seed(1)")
+		if err := r.Quiesce(testContext(t)); err != nil {
+			t.Fatalf("Quiesce: %v", err)
+		}
+		for _, last := range []string{"first", "second"} { // the first one is never taken
+			id.InstanceID, id.Env = last, append([]string{"ONLY_" + last + "=1"}, env...)
+			if ack, err := r.Identify(testContext(t), id); err != nil || !ack.Python {
+				t.Fatalf("Identify: got %+v, %v, want an interpreter that counts as reseeded", ack, err)
+			}
+		}
+		return r.result("random.random()")
+	}
+	one := draw("A=1")
+	if got, want := r.result("os.environ.get('A'), os.environ.get('ONLY_first'), os.environ.get('ONLY_second')"), "('1', None, '1')"; got != want {
+		t.Errorf("environment: got %s, want %s", got, want)
+	}
+	if again := draw("B=2"); again != one {
+		t.Errorf("the same entropy: got %s, then %s, want the same: the seed must come from the identity", one, again)
+	}
+	if got, want := r.result("os.environ.get('A'), os.environ.get('B')"), "(None, '2')"; got != want {
+		t.Errorf("environment of the identity before is gone: got %s, want %s", got, want)
+	}
+	id.Entropy[0] ^= 1
+	if other := draw(); other == one {
+		t.Errorf("other entropy: got %s twice", other)
+	}
+}
+
+func TestIdentityOwedThatFailsLetsNothingRun(t *testing.T) {
+	needPython(t)
+	r := newRig(t, Options{})
+	r.result("import random\nx = 1\ndef seed(*a): raise RuntimeError('no seed today')\nrandom.seed = seed")
+	if err := r.Quiesce(testContext(t)); err != nil {
+		t.Fatalf("Quiesce: %v", err)
+	}
+	if _, err := r.Identify(testContext(t), sampleIdentity()); err != nil {
+		t.Fatalf("Identify: %v", err)
+	}
+	_, err := r.Eval(testContext(t), agentproto.EvalRequest{Code: "x"})
+	wantCode(t, err, agentproto.CodeIdentity)
+	if err != nil && !strings.Contains(err.Error(), "no seed today") {
+		t.Errorf("error: got %q, want the reason", err)
+	}
+	res, err := r.Eval(testContext(t), agentproto.EvalRequest{Code: "x"})
+	if err != nil || !strings.Contains(res.Error, "NameError") {
+		t.Errorf("evaluation after that: got %+v, %v, want a new interpreter", res, err)
+	}
+}
+
+// What can run by itself must be reseeded at once.
+func TestIdentityOwesNothingToAnInterpreterThatCanRun(t *testing.T) {
+	needPython(t)
+	for name, code := range map[string]string{
+		"thread":         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+		"signal handler": "import signal\nsignal.signal(signal.SIGALRM, lambda *a: None)",
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, Options{})
+			r.result(code + "\nimport random\ndef seed(*a): raise RuntimeError('asked')\nrandom.seed = seed")
+			if err := r.Quiesce(testContext(t)); err != nil {
+				t.Fatalf("Quiesce: %v", err)
+			}
+			_, err := r.Identify(testContext(t), sampleIdentity())
+			wantCode(t, err, agentproto.CodeIdentity)
+		})
 	}
 }

@@ -59,6 +59,10 @@ type interp struct {
 
 	deadline      int64 // of cur, or of the start; 0: none
 	identSent     bool
+	identOwed     bool     // the identity under way was acknowledged before
+	inert         bool     // it can't do anything before the next request; see driver.py
+	owed          []byte   // an identity it must take before anything else; nil: none
+	env           []string // of the last identity it took
 	identDeadline int64
 	timedOut      bool   // cur was interrupted because its time was up
 	interrupts    int    // how often cur was interrupted
@@ -77,6 +81,7 @@ func (in *interp) closed() {
 	in.outs = [2]capture{{fd: -1}, {fd: -1}}
 	in.pending, in.rbuf = nil, in.rbuf[:0]
 	in.killed = ""
+	in.inert, in.owed = false, nil // the next one starts with the machine's identity and asks the kernel for its seeds
 }
 
 // idle says that nothing was asked of it.
@@ -146,7 +151,13 @@ func (in *interp) pump() {
 			return
 		}
 	}
-	if !in.ready || in.ident != nil { // an identity was sent already: its answer comes first
+	if !in.ready || in.ident != nil || in.killed != "" { // an identity's answer, or the interpreter's end, comes first
+		return
+	}
+	if in.owed != nil {
+		body := in.owed
+		in.owed = nil
+		in.startIdentity(body, true) // what waits goes on when it is answered
 		return
 	}
 	next := in.queue[0]
@@ -163,8 +174,25 @@ func (in *interp) pump() {
 	in.send(next.kind, next.body)
 }
 
+// identified ends an identity. One that was owed and failed takes the interpreter with it: no code of its may run without it.
+func (in *interp) identified(python bool, problem string) {
+	in.ident = nil
+	if !in.identOwed {
+		in.a.identityReseeded(python, problem)
+		return
+	}
+	in.identOwed = false
+	if problem != "" {
+		in.failAll(agentproto.CodeIdentity, problem)
+		if in.p != nil {
+			in.kill(problem)
+		}
+	}
+}
+
 // send writes a request; what the pipe does not take now is written when it can.
 func (in *interp) send(kind byte, body []byte) {
+	in.inert = false
 	n := uint32(len(body) + 1)
 	msg := make([]byte, 0, 5+len(body))
 	msg = append(msg, byte(n), byte(n>>8), byte(n>>16), byte(n>>24), kind)
@@ -186,9 +214,23 @@ func (in *interp) flush() {
 	in.pending = nil
 }
 
-// identify reseeds the interpreter, even in the middle of an evaluation.
+// identify reseeds the interpreter, even in the middle of an evaluation. An inert one is reseeded before its next step instead: to wake it
+// up is half of what a fork's first answer costs, and it can't draw a number before that step.
 func (in *interp) identify(req *agentproto.Identity) {
-	in.ident = &job{kind: jobIdentity, body: identityBody(req, in.a.lastEnv, in.a.env)}
+	body := identityBody(req, in.env, in.a.env)
+	if in.inert {
+		in.owed = body
+		in.a.identityReseeded(true, "")
+		return
+	}
+	in.owed = nil
+	in.startIdentity(body, false)
+}
+
+// startIdentity hands an identity over, or does so as soon as the interpreter can take it. An owed one was acknowledged already.
+func (in *interp) startIdentity(body []byte, owed bool) {
+	in.ident = &job{kind: jobIdentity, body: body}
+	in.identOwed = owed
 	in.identSent = false
 	in.identDeadline = in.a.after(in.a.limits.reseed)
 	if in.ready && len(in.pending) == 0 {
@@ -203,6 +245,7 @@ func (in *interp) sendIdentity() {
 		return // after the evaluation, see finish
 	}
 	in.identSent = true
+	in.env = in.a.env
 	in.send(jobIdentity, in.ident.body)
 	if in.cur != nil {
 		_ = unix.Kill(in.p.pid, syscall.Signal(signalOffset))
@@ -226,14 +269,15 @@ func identityBody(req *agentproto.Identity, old, env []string) []byte {
 
 // failAll answers everything that waits.
 func (in *interp) failAll(code agentproto.Code, msg string) {
-	for _, j := range in.queue {
-		in.fail(j, code, msg)
-	}
+	queue := in.queue
 	in.queue = nil
-}
-
-func (in *interp) fail(j job, code agentproto.Code, msg string) {
-	in.a.refuse(j.session, j.id, code, msg)
+	for _, j := range queue {
+		if j.kind == jobQuiesce {
+			in.a.quiesced("") // without an interpreter there is nothing to make quiet
+			continue
+		}
+		in.a.refuse(j.session, j.id, code, msg)
+	}
 }
 
 // start runs the interpreter. It is ready when its first answer has come.
@@ -260,6 +304,7 @@ func (in *interp) start() error {
 		return err
 	}
 	in.p = p
+	in.env = a.env
 	in.outs = [2]capture{{fd: int(ours[0]), limit: idleOutput}, {fd: int(ours[1]), limit: idleOutput}}
 	in.request, in.answer = int(ours[2]), int(ours[3])
 	in.deadline = a.after(a.limits.start)

@@ -63,8 +63,7 @@ func (in *interp) expire() {
 	}
 	now := in.a.now()
 	if in.ident != nil && now >= in.identDeadline {
-		in.ident = nil
-		in.a.identityReseeded(false, "the Python interpreter did not take the new seed within "+in.a.limits.reseed.String()+"; it is in a call that can't be interrupted")
+		in.identified(false, "the Python interpreter did not take the new seed within "+in.a.limits.reseed.String()+"; it is in a call that can't be interrupted")
 	}
 	if in.deadline == 0 || now < in.deadline {
 		return
@@ -121,6 +120,7 @@ func (in *interp) read() (n int, ended bool) {
 const (
 	answerFailed = 1
 	answerCut    = 2
+	answerInert  = 4 // of a quiesce
 )
 
 // answered handles one answer of the driver.
@@ -133,7 +133,6 @@ func (in *interp) answered(kind, flags byte, body []byte) {
 			in.sendIdentity()
 		}
 	case kind == jobIdentity && in.ident != nil && in.identSent:
-		in.ident = nil
 		problem := ""
 		if flags&answerFailed != 0 {
 			problem = "the Python interpreter can't be reseeded: " + string(body)
@@ -141,12 +140,13 @@ func (in *interp) answered(kind, flags byte, body []byte) {
 		if in.cur == nil {
 			in.forgetOutput()
 		}
-		in.a.identityReseeded(true, problem)
+		in.identified(true, problem)
 	case in.cur != nil && kind == in.cur.kind && kind == jobEval:
 		in.finish(flags, body)
 	case in.cur != nil && kind == in.cur.kind && kind == jobQuiesce:
 		in.cur = nil
 		in.deadline = 0
+		in.inert = flags&answerInert != 0
 		in.forgetOutput()
 		problem := ""
 		if flags&answerFailed != 0 {
@@ -225,7 +225,6 @@ func (in *interp) died() {
 	cur := in.cur
 	in.cur = nil
 	ident := in.ident
-	in.ident = nil
 	in.deadline = 0
 	in.release()
 	in.a.log(why)
@@ -237,7 +236,7 @@ func (in *interp) died() {
 		in.a.quiesced(why)
 	}
 	if ident != nil {
-		in.a.identityReseeded(false, why)
+		in.identified(false, why)
 	}
 	if !wasReady {
 		in.failAll(agentproto.CodeInternal, why+" while it started: "+string(res.Stderr))

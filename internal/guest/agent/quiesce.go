@@ -13,7 +13,8 @@ func (a *Agent) quiesce(id uint32) {
 		return
 	}
 	a.quiet.session, a.quiet.id = a.session, id
-	if a.in.p == nil {
+	// An interpreter that does not run yet is started now: a fork that finds it there has its first evaluation in milliseconds.
+	if a.python == "" {
 		a.quiesced("")
 		return
 	}
