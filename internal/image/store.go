@@ -156,6 +156,11 @@ func (s *Store) Remove(nameOrID string, inUse func(id string) error) error {
 			return err
 		}
 	}
+	return s.remove(id)
+}
+
+// remove deletes the image with that id, and its name.
+func (s *Store) remove(id string) error {
 	names, err := os.ReadDir(s.namesDir())
 	if err != nil {
 		return fmt.Errorf("list image names: %w", err)
