@@ -20,8 +20,9 @@ import (
 
 // Options are how to pack.
 type Options struct {
-	Sign     ed25519.PrivateKey // nil: no signature
-	Progress func(Progress)     // called often, from the goroutine that packs; nil: nowhere
+	Sign      ed25519.PrivateKey // nil: no signature
+	Signature []byte             // instead of Sign: made elsewhere by Sign over what Head returns; nil: none
+	Progress  func(Progress)     // called often, from the goroutine that packs; nil: nowhere
 }
 
 // Progress says how far packing or unpacking is, in bytes of members.
@@ -42,10 +43,45 @@ func Pack(ctx context.Context, w io.Writer, store *snapshot.Store, images Images
 	if err != nil {
 		return Contents{}, fmt.Errorf("pack snapshot %s: %w", id, err)
 	}
-	if err := p.write(w, c, opt.Sign); err != nil {
+	head, err := c.encode()
+	if err != nil {
+		return Contents{}, fmt.Errorf("pack snapshot %s: %w", id, err)
+	}
+	sig, err := opt.signature(head)
+	if err != nil {
+		return Contents{}, fmt.Errorf("pack snapshot %s: %w", id, err)
+	}
+	if err := p.write(w, c, head, sig); err != nil {
 		return Contents{}, fmt.Errorf("pack snapshot %s: %w", id, err)
 	}
 	return c, nil
+}
+
+// Head returns the first member of the pack that Pack would write: all of the pack, by its digests. A signature is made over it by Sign,
+// which may be on another machine: the private key need not be where the snapshot is.
+func Head(ctx context.Context, store *snapshot.Store, images Images, id string) ([]byte, error) {
+	p := &packer{ctx: ctx, store: store, images: images, report: newReporter(nil)}
+	defer p.close()
+	c, err := p.contents(id)
+	if err != nil {
+		return nil, fmt.Errorf("contents of a pack of snapshot %s: %w", id, err)
+	}
+	return c.encode()
+}
+
+// signature is the member of a signed pack with that head; nil for one that is not signed.
+func (o Options) signature(head []byte) ([]byte, error) {
+	if o.Sign != nil {
+		return Sign(o.Sign, head)
+	}
+	if o.Signature == nil {
+		return nil, nil
+	}
+	if len(o.Signature) > maxSignatureBytes {
+		return nil, fmt.Errorf("%w: it has %d bytes, the limit is %d", ErrSignature, len(o.Signature), maxSignatureBytes)
+	}
+	_, err := verify(o.Signature, head)
+	return o.Signature, err
 }
 
 type packer struct {
@@ -85,17 +121,13 @@ func (p *packer) close() {
 	}
 }
 
-func (p *packer) write(w io.Writer, c Contents, key ed25519.PrivateKey) error {
-	head, err := c.encode()
-	if err != nil {
-		return err
-	}
+func (p *packer) write(w io.Writer, c Contents, head, sig []byte) error {
 	enc, err := zstd.NewWriter(w, zstd.WithEncoderLevel(zstd.SpeedDefault), zstd.WithWindowSize(maxWindow))
 	if err != nil {
 		return err
 	}
 	p.tar = tar.NewWriter(enc)
-	if err := p.writeMembers(c, head, key); err != nil {
+	if err := p.writeMembers(c, head, sig); err != nil {
 		enc.Reset(nil) // ends the encoder without ending the stream: what is there stays recognisably incomplete
 		return err
 	}
@@ -106,15 +138,11 @@ func (p *packer) write(w io.Writer, c Contents, key ed25519.PrivateKey) error {
 	return enc.Close()
 }
 
-func (p *packer) writeMembers(c Contents, head []byte, key ed25519.PrivateKey) error {
+func (p *packer) writeMembers(c Contents, head, sig []byte) error {
 	if err := p.writeBytes(contentsName, head); err != nil {
 		return err
 	}
-	if key != nil {
-		sig, err := sign(key, head)
-		if err != nil {
-			return err
-		}
+	if sig != nil {
 		if err := p.writeBytes(signatureName, sig); err != nil {
 			return err
 		}

@@ -22,11 +22,13 @@ type signature struct {
 	Signature []byte `json:"signature"`
 }
 
-func sign(key ed25519.PrivateKey, contents []byte) ([]byte, error) {
+// Sign makes the signature of the pack with that head, in the form of the pack's second member. What it signs can be taken for nothing but
+// a pack.
+func Sign(key ed25519.PrivateKey, head []byte) ([]byte, error) {
 	if len(key) != ed25519.PrivateKeySize {
 		return nil, fmt.Errorf("sign pack: key has %d bytes, want %d", len(key), ed25519.PrivateKeySize)
 	}
-	sig := signature{Key: key.Public().(ed25519.PublicKey), Signature: ed25519.Sign(key, append([]byte(signatureContext), contents...))}
+	sig := signature{Key: key.Public().(ed25519.PublicKey), Signature: ed25519.Sign(key, append([]byte(signatureContext), head...))}
 	out, err := json.Marshal(sig)
 	if err != nil {
 		return nil, fmt.Errorf("sign pack: %w", err)
