@@ -91,7 +91,7 @@ func TestUnpackKilledAtEveryStep(t *testing.T) {
 			t.Fatal(err)
 		}
 		to.images.sweep(t)
-		if err := Recover(t.Context(), store, to.images); err != nil {
+		if err := Recover(t.Context(), store, to.images, nil); err != nil {
 			t.Fatal(err)
 		}
 		got := to.names(t)

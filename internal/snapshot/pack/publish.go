@@ -25,6 +25,7 @@ const (
 	StepJournal Step = "unpack.journal" // before the journal is written
 	StepImage   Step = "unpack.image"   // before the image gets its id
 	StepPublish Step = "unpack.publish" // before each snapshot gets its id
+	StepAdmit   Step = "unpack.admit"   // before the caller is asked to rely on it
 	StepDone    Step = "unpack.done"    // before the journal goes, which makes it all final
 )
 
@@ -58,11 +59,7 @@ func (u *unpacker) publish() error {
 	if err := u.settle(); err != nil {
 		return err
 	}
-	if err := u.commit(); err != nil {
-		return err
-	}
-	u.result.Manifest, err = u.store.Get(u.contents.ID)
-	return err
+	return u.commit()
 }
 
 func (u *unpacker) prepare(manifests map[string]snapshot.Manifest) error {
@@ -122,7 +119,7 @@ func (u *unpacker) drop(id string) {
 // Preconditions: the store is locked, everything is prepared.
 func (u *unpacker) commit() (err error) {
 	if len(u.staged) == 0 && u.image == nil {
-		return nil
+		return u.handOver()
 	}
 	j := journal{}
 	if u.image != nil {
@@ -139,25 +136,38 @@ func (u *unpacker) commit() (err error) {
 		return err
 	}
 	var done journal // what has its name by now
+	final := false
 	defer func() {
-		if err != nil {
+		if err != nil && !final {
 			err = errors.Join(err, done.undo(context.WithoutCancel(u.ctx), file, u.store, u.images))
 		}
 	}()
 	if err := u.commitAll(&done); err != nil {
 		return err
 	}
-	if _, err := u.store.Chain(u.contents.ID); err != nil {
+	if err := u.step(StepAdmit); err != nil {
 		return err
 	}
-	if err := u.step(StepDone); err != nil {
-		return err
-	}
-	if err := removeJournal(file); err != nil {
+	if err := u.handOver(); err != nil {
 		return err
 	}
 	u.result.Published, u.result.NewImage = j.Snapshots, j.Image != ""
+	final = u.opt.Admit != nil // a journal that stays changes nothing then: Recover asks
+	if err := u.step(StepDone); err != nil {
+		return err
+	}
+	if err := removeJournal(file); err != nil && !final {
+		return err
+	}
 	return nil
+}
+
+// handOver tells the caller what it has now.
+func (u *unpacker) handOver() (err error) {
+	if u.result.Manifest, err = u.store.Get(u.contents.ID); err != nil || u.opt.Admit == nil {
+		return err
+	}
+	return u.opt.Admit(u.ctx, u.result.Manifest)
 }
 
 func (u *unpacker) commitAll(done *journal) error {
@@ -179,7 +189,8 @@ func (u *unpacker) commitAll(done *journal) error {
 		}
 		done.Snapshots = append(done.Snapshots, st.ID())
 	}
-	return nil
+	_, err := u.store.Chain(u.contents.ID)
+	return err
 }
 
 func (u *unpacker) step(s Step) error {
@@ -227,8 +238,9 @@ func (j journal) undo(ctx context.Context, path string, store *snapshot.Store, i
 	return removeJournal(path)
 }
 
-// Recover takes back what unpackings that crashed had published in part. Call it when a daemon starts, before anything uses the stores.
-func Recover(ctx context.Context, store *snapshot.Store, images Images) error {
+// Recover takes back what unpackings that crashed had published in part, and leaves alone what was admitted (see UnpackOptions.Admit): that
+// is told of the snapshot that was packed; nil: nothing was. Call it when a daemon starts, before anything uses the stores.
+func Recover(ctx context.Context, store *snapshot.Store, images Images, admitted func(id string) bool) error {
 	unlock, err := lockStore(store)
 	if err != nil {
 		return fmt.Errorf("recover unpackings: %w", err)
@@ -242,14 +254,14 @@ func Recover(ctx context.Context, store *snapshot.Store, images Images) error {
 		if !strings.HasPrefix(e.Name(), journalPrefix) {
 			continue
 		}
-		if err := recoverOne(ctx, filepath.Join(store.Path(), e.Name()), store, images); err != nil {
+		if err := recoverOne(ctx, filepath.Join(store.Path(), e.Name()), store, images, admitted); err != nil {
 			return fmt.Errorf("recover unpacking %s: %w", e.Name(), err)
 		}
 	}
 	return nil
 }
 
-func recoverOne(ctx context.Context, path string, store *snapshot.Store, images Images) error {
+func recoverOne(ctx context.Context, path string, store *snapshot.Store, images Images, admitted func(id string) bool) error {
 	data, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -260,6 +272,9 @@ func recoverOne(ctx context.Context, path string, store *snapshot.Store, images 
 	var j journal
 	if err := json.Unmarshal(data, &j); err != nil {
 		return removeJournal(path) // it was not durable yet, so nothing was published under it
+	}
+	if n := len(j.Snapshots); n > 0 && admitted != nil && admitted(j.Snapshots[n-1]) {
+		return removeJournal(path)
 	}
 	return j.undo(ctx, path, store, images)
 }

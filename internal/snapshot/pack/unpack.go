@@ -24,6 +24,10 @@ type UnpackOptions struct {
 	MaxBytes         int64               // of all members; 0: what the disk holds
 	Progress         func(Progress)      // called often, never by two goroutines at a time; nil: nowhere
 	Hook             func(Step) error    // called before each step of publishing, for tests; nil: nothing
+
+	// Admit is called when everything has its place and can still be taken back: an error does that. Once it has returned nil, and so
+	// the caller relies on the snapshot, it stays, also when the process dies before Unpack returns. It must not unpack. Nil: nothing.
+	Admit func(context.Context, snapshot.Manifest) error
 }
 
 // Result is what an unpacked file held.
