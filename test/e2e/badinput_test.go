@@ -134,6 +134,7 @@ func TestBadCommandLines(t *testing.T) {
 
 // TestNoInterpreter: an image without python runs commands; asked to evaluate it says what it lacks.
 func TestNoInterpreter(t *testing.T) {
+	t.Parallel()
 	d := ownDaemon(t, setup{})
 	snap := d.snapshot(client.SnapshotRequest{Tag: "nopy"})
 	if snap.Python {

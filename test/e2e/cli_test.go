@@ -15,6 +15,7 @@ import (
 
 // TestCommandLine goes the way of somebody who reads the README: from an image to sandboxes and back to nothing.
 func TestCommandLine(t *testing.T) {
+	t.Parallel()
 	d := ownDaemon(t, setup{})
 	wantWords(t, "image ls", d.must("image", "ls", "-q"), pythonImage, bareImage)
 	wantWords(t, "image build of what is there", d.must("image", "build", pythonImage, "--packages", "python3,python3-numpy"), pythonImage)
@@ -158,6 +159,7 @@ func wantWords(t *testing.T, what, text string, words ...string) {
 
 // TestDoctor: a machine that runs these tests can run forkd, and the doctor says so.
 func TestDoctor(t *testing.T) {
+	t.Parallel()
 	d := ownDaemon(t, setup{empty: true})
 	out := d.forkd("doctor", "--json", "--data", d.data)
 	var report struct {
@@ -183,6 +185,7 @@ func TestDoctor(t *testing.T) {
 
 // TestDemo runs the demo as `make demo` does, on a cache of its own with the same downloads in it.
 func TestDemo(t *testing.T) {
+	t.Parallel()
 	d := ownDaemon(t, setup{empty: true})
 	cache := filepath.Join(d.data, "cache")
 	for _, kept := range []string{"kernels", "roots"} {

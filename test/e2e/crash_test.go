@@ -39,12 +39,13 @@ func (d *daemon) checkRemembered(guests []*guest) {
 
 // TestDaemonKilled kills the daemon while it does everything at once. The next one knows what is true, and nothing is lost or left.
 func TestDaemonKilled(t *testing.T) {
+	t.Parallel()
 	d := ownDaemon(t, setup{})
 	const n, pool = 20, 3
 	guests := d.fork(n)
 	d.remember(guests)
 	d.fillPool(pyTag, pool)
-	fork, snapshot := d.forkUnderWay(), d.snapshotUnderWay()
+	snapshot, fork := d.snapshotUnderWay(), d.forkUnderWay()
 	d.kill9()
 	for what, failed := range map[string]<-chan error{"fork": fork, "snapshot": snapshot} {
 		if err := <-failed; !client.IsCode(err, client.CodeNoDaemon) {
@@ -171,6 +172,7 @@ func killProcess(t *testing.T, pid int) {
 
 // TestMonitorsKilled kills single monitors: of a sandbox, of a pool member, of one that was taken over, and while no daemon runs.
 func TestMonitorsKilled(t *testing.T) {
+	t.Parallel()
 	d := ownDaemon(t, setup{})
 	guests := d.fork(4)
 	d.remember(guests)
@@ -243,6 +245,7 @@ func TestGuestEnds(t *testing.T) {
 
 // TestDrain stops the daemon politely while it is busy: what is under way is done, what is new is refused, sandboxes go on.
 func TestDrain(t *testing.T) {
+	t.Parallel()
 	d := ownDaemon(t, setup{})
 	guests := d.fork(2)
 	d.remember(guests)

@@ -11,6 +11,7 @@ import (
 
 // TestDamagedSnapshots damages a snapshot on disk while no daemon has it in memory. It is named, and nothing of it is restored.
 func TestDamagedSnapshots(t *testing.T) {
+	t.Parallel()
 	d := ownDaemon(t, setup{})
 	ctx, cancel := d.limited()
 	defer cancel()

@@ -102,7 +102,7 @@ func TestEvalBounds(t *testing.T) {
 	}
 	wantFailure("sleep", run("time.sleep(600)", 2*time.Second, 0), true, "KeyboardInterrupt")
 
-	res := run("print('x' * 50_000_000); 'y' * 1_000_000", guestLimit, 1000)
+	res := run("print('x' * 5_000_000); 'y' * 1_000_000", guestLimit, 1000)
 	if len(res.Stdout) != 1000 || !res.Truncated || res.Result == nil || len(*res.Result) != 1000 || res.Error != nil {
 		t.Errorf("output without end: got %d bytes, truncated %v, result %v, error %v", len(res.Stdout), res.Truncated, res.Result, res.Error)
 	}

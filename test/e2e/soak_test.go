@@ -54,6 +54,7 @@ func soakTime(t *testing.T) time.Duration {
 // TestSoak has many clients create, use and kill at the same time. None of them sees an error but that it shall come back later, and in
 // the end the daemon holds what it held before.
 func TestSoak(t *testing.T) {
+	t.Parallel()
 	d := ownDaemon(t, setup{})
 	limit := soakTime(t)
 	d.fillPool(pyTag, 4)

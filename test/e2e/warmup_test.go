@@ -19,10 +19,11 @@ import (
 
 // TestFailedSnapshots: warm-ups that fail or never end, and clients that leave. Each says why, and leaves nothing.
 func TestFailedSnapshots(t *testing.T) {
+	t.Parallel()
 	d := ownDaemon(t, setup{})
 	// What a boot takes at the moment decides how long what never ends is waited for.
 	first := d.snapshot(client.SnapshotRequest{Tag: "good", WarmUp: []client.WarmUp{{Kind: "exec", Code: "echo warm >/root/warm"}}})
-	patience := 10*time.Second + 6*time.Duration(first.BootWarmMS)*time.Millisecond
+	patience := 5*time.Second + 5*time.Duration(first.BootWarmMS)*time.Millisecond
 	if got := d.fork1(of("good")).sh("cat /root/warm"); got != "warm" {
 		t.Errorf("the warm-up left %q in the child", got)
 	}
@@ -72,6 +73,7 @@ func TestFailedSnapshots(t *testing.T) {
 
 // TestDiskFull fills the disk while the parent is being frozen.
 func TestDiskFull(t *testing.T) {
+	t.Parallel()
 	store := ""
 	d := ownDaemon(t, setup{prepare: func(data string) error {
 		store = filepath.Join(data, "snapshots")
@@ -114,6 +116,7 @@ func mountTmpfs(dir, options string) error {
 
 // TestMemoryForSome has memory for three of ten children.
 func TestMemoryForSome(t *testing.T) {
+	t.Parallel()
 	budget := func(mib int) setup { return setup{args: []string{"--memory-budget-mib", fmt.Sprint(mib)}} }
 	d := ownDaemon(t, budget(1000))
 	d.fork1()
