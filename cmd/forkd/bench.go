@@ -38,7 +38,7 @@ func (c *benchCmd) Run(p *program) error {
 	} else {
 		err = p.printBench(r)
 	}
-	for _, run := range []*bench.Run{r.Cold, r.Claim} {
+	for _, run := range []*bench.Run{r.Cold, r.ColdWork, r.Claim, r.ClaimWork} {
 		if run != nil && run.Failed > 0 {
 			err = errors.Join(err, fmt.Errorf("%d of %d children failed: %s", run.Failed, run.N, run.Errors[0].Error))
 		}
@@ -55,11 +55,13 @@ func (p *program) printBench(r bench.Report) error {
 		row := func(what string, t bench.Times) {
 			rows = append(rows, []string{name + what, fmt.Sprint(run.N), fmt.Sprint(run.Failed), millis(t.P50MS), millis(t.P90MS), millis(t.P99MS), millis(t.AllMS)})
 		}
-		row(", identity acknowledged", run.Ready)
-		row(", first answer", run.Answer)
+		row(": identity acknowledged", run.Ready)
+		row(": first answer", run.Answer)
 	}
-	add("cold", r.Cold)
-	add("from the pool", r.Claim)
+	add("cold, ping", r.Cold)
+	add("cold, work", r.ColdWork)
+	add("from the pool, ping", r.Claim)
+	add("from the pool, work", r.ClaimWork)
 	if err := p.table([]string{"FORK", "CHILDREN", "FAILED", "P50", "P90", "P99", "ALL"}, rows); err != nil {
 		return err
 	}

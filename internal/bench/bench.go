@@ -32,8 +32,10 @@ type Report struct {
 	MemMiB        int     `json:"mem_mib"`
 	N             int     `json:"n"`
 	BootWarmMS    float64 `json:"boot_warm_ms"`
-	Cold          *Run    `json:"cold,omitempty"`
-	Claim         *Run    `json:"claim,omitempty"`
+	Cold          *Run    `json:"cold,omitempty"`       // the first answer is a ping's, as in the figures of other systems
+	ColdWork      *Run    `json:"cold_work,omitempty"`  // the first answer is work: an eval, or an exec where there is no interpreter
+	Claim         *Run    `json:"claim,omitempty"`      // from a full pool, a ping
+	ClaimWork     *Run    `json:"claim_work,omitempty"` // from a full pool, work
 	Memory        *Memory `json:"memory,omitempty"`
 }
 
@@ -43,7 +45,7 @@ type Run struct {
 	Failed int     `json:"failed"`
 	Errors []Count `json:"errors,omitempty"`
 	Ready  Times   `json:"ready"`  // until the request was answered: the guest had acknowledged its identity
-	Answer Times   `json:"answer"` // until the guest answered the first eval (the first exec where there is no interpreter)
+	Answer Times   `json:"answer"` // until the guest answered its first question
 }
 
 // Times are milliseconds from a request on, of the requests that succeeded. AllMS is from the first request to the last answer.
@@ -90,14 +92,13 @@ func Bench(ctx context.Context, c *client.Client, opt Options) (Report, error) {
 		BootWarmMS: info.BootWarmMS}
 	before := info.Pool.Size
 	defer c.SetPool(context.WithoutCancel(ctx), opt.Tag, before) // best effort: the run's own error matters more
+	work := WorkOf(info.Python)
 	if opt.Only != "claim" {
 		if _, err := c.SetPool(ctx, opt.Tag, 0); err != nil {
 			return r, err
 		}
-		opt.Progress("forking %d children cold", opt.N)
-		children, run := Measure(ctx, c, opt.Tag, "cold", opt.N, info.Python)
-		r.Cold = &run
-		if err := KillAll(ctx, c, children); err != nil {
+		opt.Progress("forking %d children cold, each asked for a ping, then %d that are asked to work", opt.N, opt.N)
+		if r.Cold, r.ColdWork, err = both(ctx, c, opt, "cold", work, func() error { return nil }); err != nil {
 			return r, err
 		}
 		opt.Progress("measuring the memory of %d children", min(opt.N, 10))
@@ -106,34 +107,65 @@ func Bench(ctx context.Context, c *client.Client, opt Options) (Report, error) {
 		}
 	}
 	if opt.Only != "cold" {
-		opt.Progress("filling a pool of %d", opt.N)
-		if err := FillPool(ctx, c, opt.Tag, opt.N); err != nil {
-			return r, err
-		}
-		opt.Progress("claiming %d children", opt.N)
-		children, run := Measure(ctx, c, opt.Tag, "pool", opt.N, info.Python)
-		r.Claim = &run
-		if err := KillAll(ctx, c, children); err != nil {
+		opt.Progress("claiming %d children from a full pool, each asked for a ping, then %d that are asked to work", opt.N, opt.N)
+		fill := func() error { return FillPool(ctx, c, opt.Tag, opt.N) }
+		if r.Claim, r.ClaimWork, err = both(ctx, c, opt, "pool", work, fill); err != nil {
 			return r, err
 		}
 	}
 	return r, ctx.Err()
 }
 
+// both measures pings, then work, each after prepare, and kills the children.
+func both(ctx context.Context, c *client.Client, opt Options, path string, work Answer, prepare func() error) (ping, worked *Run, err error) {
+	for _, m := range []struct {
+		answer Answer
+		run    **Run
+	}{{AnswerPing, &ping}, {work, &worked}} {
+		if err := prepare(); err != nil {
+			return ping, worked, err
+		}
+		children, run := Measure(ctx, c, opt.Tag, path, opt.N, m.answer)
+		*m.run = &run
+		if err := KillAll(ctx, c, children); err != nil {
+			return ping, worked, err
+		}
+	}
+	return ping, worked, nil
+}
+
+// Answer is the first thing a child is asked for.
+type Answer string
+
+// Answers.
+const (
+	AnswerPing Answer = "ping"
+	AnswerEval Answer = "eval"
+	AnswerExec Answer = "exec"
+)
+
+// WorkOf is the least work a child can be asked for: an eval where it has an interpreter.
+func WorkOf(python bool) Answer {
+	if python {
+		return AnswerEval
+	}
+	return AnswerExec
+}
+
 // Measure asks for n children at once, each by a request of its own, and for a first answer of each.
-func Measure(ctx context.Context, c *client.Client, tag, path string, n int, python bool) ([]Child, Run) {
+func Measure(ctx context.Context, c *client.Client, tag, path string, n int, answer Answer) ([]Child, Run) {
 	children := make([]Child, n)
 	var wg sync.WaitGroup
 	start := time.Now()
 	for i := range children {
-		wg.Go(func() { children[i] = MeasureOne(ctx, c, tag, path, python) })
+		wg.Go(func() { children[i] = MeasureOne(ctx, c, tag, path, answer) })
 	}
 	wg.Wait()
 	return children, Summarise(children, start)
 }
 
 // MeasureOne asks for one child and its first answer.
-func MeasureOne(ctx context.Context, c *client.Client, tag, path string, python bool) (child Child) {
+func MeasureOne(ctx context.Context, c *client.Client, tag, path string, answer Answer) (child Child) {
 	start := time.Now()
 	defer func() { child.End = time.Now() }()
 	list, err := c.Fork(ctx, client.ForkRequest{SnapshotTag: tag, N: client.Int(1), Path: api.ForkRequestPath(path)})
@@ -142,13 +174,17 @@ func MeasureOne(ctx context.Context, c *client.Client, tag, path string, python 
 		return child
 	}
 	child.ID, child.Ready = list[0].ID, time.Since(start)
-	child.Err = firstAnswer(ctx, c, child.ID, python)
+	child.Err = firstAnswer(ctx, c, child.ID, answer)
 	child.Answer = time.Since(start)
 	return child
 }
 
-func firstAnswer(ctx context.Context, c *client.Client, id string, python bool) error {
-	if python {
+func firstAnswer(ctx context.Context, c *client.Client, id string, answer Answer) error {
+	switch answer {
+	case AnswerPing:
+		_, err := c.Ping(ctx, id)
+		return err
+	case AnswerEval:
 		res, err := c.Eval(ctx, id, client.EvalRequest{Code: "6 * 7"})
 		if err == nil && (res.Result == nil || *res.Result != "42") {
 			err = fmt.Errorf("eval of 6 * 7 in %s: %+v", id, res)

@@ -162,7 +162,7 @@ func play(ctx context.Context, c *client.Client, opt Options) (r Report, err err
 func forkAndAsk(ctx context.Context, c *client.Client, tag, path string, n int, l *Latency) (children []bench.Child, answers []answer, skew float64, err error) {
 	start := time.Now()
 	for range n {
-		children = append(children, bench.MeasureOne(ctx, c, tag, path, true))
+		children = append(children, bench.MeasureOne(ctx, c, tag, path, bench.AnswerEval))
 	}
 	run := bench.Summarise(children, start)
 	*l = Latency{N: run.N, Failed: run.Failed, P50MS: run.Answer.P50MS, P99MS: run.Answer.P99MS}
