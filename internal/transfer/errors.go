@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io/fs"
 	"syscall"
-	"time"
 
 	"github.com/forkd/forkd/internal/image"
 	"github.com/forkd/forkd/internal/sandbox"
@@ -19,9 +18,6 @@ const (
 	CodeInvalidPack   sandbox.Code = "invalid_pack"
 	CodeUntrustedPack sandbox.Code = "untrusted_pack"
 )
-
-// retryWriting is when a snapshot that is being made is likely to be ready.
-const retryWriting = 2 * time.Second
 
 // packFault says to a user why a pack was not made. The end of the request stays what it is.
 func packFault(err error, format string, args ...any) error {

@@ -29,6 +29,7 @@ type fakeDomain struct {
 	mu    sync.Mutex
 	tags  map[string]sandbox.Snapshot
 	inUse map[string]error
+	held  int // snapshots
 }
 
 func (d *fakeDomain) Snapshot(_ context.Context, tag string) (sandbox.Snapshot, error) {
@@ -39,6 +40,21 @@ func (d *fakeDomain) Snapshot(_ context.Context, tag string) (sandbox.Snapshot, 
 		return s, &sandbox.Error{Code: sandbox.CodeSnapshotNotFound, Message: "no snapshot has the tag " + tag}
 	}
 	return s, nil
+}
+
+func (d *fakeDomain) Hold(tag string) (id string, release func(), err error) {
+	s, err := d.Snapshot(context.Background(), tag)
+	if err != nil {
+		return "", nil, err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.held++
+	return s.ID, func() {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		d.held--
+	}, nil
 }
 
 func (d *fakeDomain) AddSnapshot(_ context.Context, tag, id string) error {

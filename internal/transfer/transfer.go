@@ -16,6 +16,8 @@ import (
 // Domain is what moving snapshots needs of the domain. *sandbox.Manager has it.
 type Domain interface {
 	Snapshot(ctx context.Context, tag string) (sandbox.Snapshot, error)
+	// Hold keeps a snapshot that is on disk, and what it rests on, from being deleted until release.
+	Hold(tag string) (id string, release func(), err error)
 	// AddSnapshot publishes a tag for a snapshot that was just unpacked into the store, and takes in what it rests on.
 	AddSnapshot(ctx context.Context, tag, id string) error
 	// ImageInUse reports by an error who needs an image.
@@ -49,47 +51,32 @@ type Head struct {
 
 // Head returns what the pack of the snapshot with a tag will begin with.
 func (s *Service) Head(ctx context.Context, tag string) (Head, error) {
-	snap, err := s.ready(ctx, tag)
+	id, release, err := s.domain.Hold(tag)
 	if err != nil {
 		return Head{}, err
 	}
+	defer release()
 	parts := s.parts()
 	defer parts.release()
-	contents, err := pack.Head(ctx, s.store, parts, snap.ID)
+	contents, err := pack.Head(ctx, s.store, parts, id)
 	if err != nil {
 		return Head{}, packFault(err, "snapshot %s can't be packed", tag)
 	}
-	return Head{ID: snap.ID, Contents: contents}, nil
+	return Head{ID: id, Contents: contents}, nil
 }
 
 // Pack writes the snapshot with a tag, all it rests on, and its image to w. signature, made over Head's contents by pack.Sign, goes into the
 // pack; nil leaves it unsigned. An error before the first byte leaves w untouched; after it, what was written is no valid pack.
 func (s *Service) Pack(ctx context.Context, tag string, w io.Writer, signature []byte) error {
-	snap, err := s.ready(ctx, tag)
+	id, release, err := s.domain.Hold(tag)
 	if err != nil {
 		return err
 	}
+	defer release()
 	parts := s.parts()
 	defer parts.release()
-	_, err = pack.Pack(ctx, w, s.store, parts, snap.ID, pack.Options{Signature: signature})
+	_, err = pack.Pack(ctx, w, s.store, parts, id, pack.Options{Signature: signature})
 	return packFault(err, "snapshot %s can't be packed", tag)
-}
-
-// ready returns the snapshot with a tag, if it is on disk.
-func (s *Service) ready(ctx context.Context, tag string) (sandbox.Snapshot, error) {
-	snap, err := s.domain.Snapshot(ctx, tag)
-	if err != nil {
-		return sandbox.Snapshot{}, err
-	}
-	switch snap.Status {
-	case sandbox.StatusReady:
-		return snap, nil
-	case sandbox.StatusWriting:
-		return sandbox.Snapshot{}, &sandbox.Error{Code: sandbox.CodeInvalidState, Message: "snapshot " + tag + " is still being made",
-			Hint: "wait until it is ready", RetryAfter: retryWriting}
-	}
-	return sandbox.Snapshot{}, &sandbox.Error{Code: sandbox.CodeSnapshotCorrupt, Message: fmt.Sprintf("snapshot %s can't be used: %s", tag, snap.Warning),
-		Hint: "delete it and make it anew"}
 }
 
 // UnpackRequest says what to do with a pack.
@@ -136,10 +123,12 @@ func (s *Service) Unpack(ctx context.Context, r io.Reader, req UnpackRequest, te
 	return out, err
 }
 
-// free checks that nothing has a tag.
+// free checks that nothing has a tag. What failed may be no more than a memory: that is for the domain to say in the end.
 func (s *Service) free(ctx context.Context, tag string) error {
-	_, err := s.domain.Snapshot(ctx, tag)
+	snap, err := s.domain.Snapshot(ctx, tag)
 	switch {
+	case err == nil && snap.Status == sandbox.StatusFailed:
+		return nil
 	case err == nil:
 		return &sandbox.Error{Code: sandbox.CodeSnapshotExists, Message: fmt.Sprintf("a snapshot with the tag %s exists", tag),
 			Hint: "delete it first, or choose another tag"}

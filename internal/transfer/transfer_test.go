@@ -167,11 +167,9 @@ func (f readerFunc) Read(b []byte) (int, error) { return f(b) }
 func TestPackRefuses(t *testing.T) {
 	t.Parallel()
 	h := newSource(t)
-	h.tags["writing"] = sandbox.Snapshot{Status: sandbox.StatusWriting}
-	h.tags["failed"] = sandbox.Snapshot{Status: sandbox.StatusFailed}
 	h.tags["deleted"] = sandbox.Snapshot{Status: sandbox.StatusReady, ID: "gone"}
 	for tag, want := range map[string]sandbox.Code{
-		"none": sandbox.CodeSnapshotNotFound, "writing": sandbox.CodeInvalidState, "failed": sandbox.CodeSnapshotCorrupt, "deleted": sandbox.CodeSnapshotNotFound,
+		"none": sandbox.CodeSnapshotNotFound, "deleted": sandbox.CodeSnapshotNotFound,
 	} {
 		var out bytes.Buffer
 		if err := h.Pack(t.Context(), tag, &out, nil); sandbox.CodeOf(err) != want || out.Len() != 0 {
@@ -187,6 +185,9 @@ func TestPackRefuses(t *testing.T) {
 	if err := h.Pack(t.Context(), "tip", io.Discard, nil); sandbox.CodeOf(err) != sandbox.CodeImageNotFound {
 		t.Errorf("Pack() without the image = %v, want %s", err, sandbox.CodeImageNotFound)
 	}
+	if h.held != 0 {
+		t.Errorf("%d snapshots are still held, want none", h.held)
+	}
 }
 
 // TestHolds holds that an image on its way out or in is not removed.
@@ -198,6 +199,9 @@ func TestHolds(t *testing.T) {
 	go func() { done <- from.Pack(t.Context(), "tip", w, nil) }()
 	if _, err := pipe.Read(make([]byte, 1)); err != nil { // it writes, so it holds
 		t.Fatal(err)
+	}
+	if from.held != 1 {
+		t.Errorf("%d snapshots are held while one is packed", from.held)
 	}
 	if err := from.RemoveImage("py"); sandbox.CodeOf(err) != sandbox.CodeImageInUse {
 		t.Errorf("RemoveImage() of one that is being packed = %v, want %s", err, sandbox.CodeImageInUse)
