@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -43,12 +44,21 @@ func openProcess(p vmm.Process) (*process, error) {
 
 // gone reports whether the process has ended, as an error that wraps vmm.ErrGone.
 func (p *process) gone() error {
-	fds := []unix.PollFd{{Fd: int32(p.pidfd), Events: unix.POLLIN}}
-	n, err := unix.Poll(fds, 0)
-	if err != nil || n == 0 {
+	if !p.wait(0) {
 		return nil
 	}
 	return fmt.Errorf("monitor %d: %w", p.PID, vmm.ErrGone)
+}
+
+// wait waits for the process's end and reports whether it has come in time.
+func (p *process) wait(limit time.Duration) bool {
+	fds := []unix.PollFd{{Fd: int32(p.pidfd), Events: unix.POLLIN}}
+	for deadline := time.Now().Add(limit); ; limit = time.Until(deadline) {
+		n, err := unix.Poll(fds, max(0, int(limit.Milliseconds())))
+		if err != unix.EINTR {
+			return err == nil && n > 0
+		}
+	}
 }
 
 // blame says that the process is gone where that is what is behind an error of something done to it.

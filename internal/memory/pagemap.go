@@ -1,10 +1,12 @@
 package memory
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
 	"os"
+	"sync"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -17,8 +19,7 @@ const (
 	pmFile      = 1 << 61 // a page of the file: the process has none of its own
 	pmUFFDWP    = 1 << 57
 	pmSoftDirty = 1 << 55
-	pmSwapType  = 1<<5 - 1 // of a swapped page; all zero for those who may not see it
-	pmMarker    = 31       // the swap type that means "no page, but a marker": write protection of a page that was never touched
+	pmFrame     = 1<<55 - 1 // where a page is: in memory, in swap, or nowhere, which is what markers say
 )
 
 // From linux/fs.h, kernel 6.7.
@@ -45,7 +46,8 @@ type pageRegion struct{ start, end, categories uint64 }
 type pagemap struct {
 	proc    *process
 	file    *os.File
-	noScan  bool // the kernel has no PAGEMAP_SCAN
+	noScan  bool          // the kernel has no PAGEMAP_SCAN
+	marker  func() uint64 // the frame of a marker, 0 when it can't be told
 	regions [512]pageRegion
 	entries [8192]uint64
 }
@@ -55,7 +57,7 @@ func openPagemap(p *process) (*pagemap, error) {
 	if err != nil {
 		return nil, p.blame(fmt.Errorf("page table of monitor %d: %w", p.PID, err))
 	}
-	return &pagemap{proc: p, file: f}, nil
+	return &pagemap{proc: p, file: f, marker: sync.OnceValue(markerFrame)}, nil
 }
 
 func (m *pagemap) close() { m.file.Close() }
@@ -70,19 +72,19 @@ func (m *pagemap) owned(g *guestMap, e Extent, found func(Extent)) error {
 			}
 			m.noScan = true
 		}
-		return m.read(run, part, ownPage, found)
+		return m.read(run, part, m.ownPage, found)
 	})
 }
 
 // ownedProtected is owned for write-protected pages. Of these a scan can't tell a marker from a page that was swapped out.
 func (m *pagemap) ownedProtected(g *guestMap, e Extent, found func(Extent)) error {
-	return m.each(g, e, func(run Mapping, part Extent) error { return m.read(run, part, ownPage, found) })
+	return m.each(g, e, func(run Mapping, part Extent) error { return m.read(run, part, m.ownPage, found) })
 }
 
 // rewritten calls found for each run of the process's own pages within e that were written since clearSoftDirty.
 func (m *pagemap) rewritten(g *guestMap, e Extent, found func(Extent)) error {
 	return m.each(g, e, func(run Mapping, part Extent) error {
-		return m.read(run, part, func(entry uint64) bool { return ownPage(entry) && entry&pmSoftDirty != 0 }, found)
+		return m.read(run, part, func(entry uint64) bool { return m.ownPage(entry) && entry&pmSoftDirty != 0 }, found)
 	})
 }
 
@@ -114,7 +116,7 @@ func (m *pagemap) scan(run Mapping, e Extent, found func(Extent)) error {
 				found(part)
 				continue
 			}
-			if err := m.read(run, part, ownPage, found); err != nil {
+			if err := m.read(run, part, m.ownPage, found); err != nil {
 				return err
 			}
 		}
@@ -161,15 +163,42 @@ func (m *pagemap) read(run Mapping, e Extent, want func(uint64) bool, found func
 	return nil
 }
 
-// ownPage reports whether an entry is a page of the process's own.
-func ownPage(entry uint64) bool {
+// ownPage reports whether an entry is a page of the process's own. A page that is not there but write-protected has a marker,
+// which looks like a page in swap, but at a place that no page can have; which one depends on the kernel. When in doubt it is a
+// page.
+func (m *pagemap) ownPage(entry uint64) bool {
 	switch {
 	case entry&(pmPresent|pmSwapped) == 0 || entry&pmFile != 0:
 		return false
-	case entry&pmPresent != 0:
+	case entry&pmPresent != 0 || entry&pmUFFDWP == 0:
 		return true
 	}
-	return entry&pmUFFDWP == 0 || entry&pmSwapType != pmMarker
+	marker := m.marker()
+	return marker == 0 || entry&pmFrame != marker
+}
+
+// markerFrame makes a marker in our own memory and looks at it.
+func markerFrame() (frame uint64) {
+	protectOwnPage(func(page []byte) error {
+		entry, err := ownEntry(page)
+		if err == nil && entry&pmSwapped != 0 && entry&pmUFFDWP != 0 {
+			frame = entry & pmFrame
+		}
+		return err
+	})
+	return frame
+}
+
+// ownEntry is the entry of a page of our own.
+func ownEntry(page []byte) (uint64, error) {
+	f, err := os.Open("/proc/self/pagemap")
+	if err != nil {
+		return 0, err
+	}
+	defer f.Close()
+	var entry [8]byte
+	_, err = f.ReadAt(entry[:], int64(uintptr(unsafe.Pointer(&page[0]))/PageSize*8))
+	return binary.LittleEndian.Uint64(entry[:]), err
 }
 
 // clearSoftDirty starts to tell written pages anew, for the whole process.
@@ -190,14 +219,6 @@ func hasSoftDirty() bool {
 	}
 	defer unix.Munmap(page)
 	page[0] = 1
-	f, err := os.Open("/proc/self/pagemap")
-	if err != nil {
-		return false
-	}
-	defer f.Close()
-	var entry [8]byte
-	if _, err := f.ReadAt(entry[:], int64(uintptr(unsafe.Pointer(&page[0]))/PageSize*8)); err != nil {
-		return false
-	}
-	return *(*uint64)(unsafe.Pointer(&entry))&pmSoftDirty != 0
+	entry, err := ownEntry(page)
+	return err == nil && entry&pmSoftDirty != 0
 }

@@ -123,6 +123,7 @@ func TestOwnedPages(t *testing.T) {
 }
 
 func TestOwnPage(t *testing.T) {
+	const marker = 31 | 1<<5
 	tests := map[string]struct {
 		entry uint64
 		want  bool
@@ -133,13 +134,14 @@ func TestOwnPage(t *testing.T) {
 		"own, protected":             {pmPresent | pmUFFDWP, true},
 		"swapped out":                {pmSwapped | 3, true},
 		"swapped out, protected":     {pmSwapped | pmUFFDWP | 3 | 1<<5, true},
-		"marker":                     {pmSwapped | pmUFFDWP | pmMarker | 1<<5, false},
+		"marker":                     {pmSwapped | pmUFFDWP | marker, false},
 		"moving, of the file":        {pmSwapped | pmFile | 29, false},
 		"seen without privileges":    {pmSwapped | pmUFFDWP, true},
 		"soft-dirty bit and no page": {pmSoftDirty, false},
 	}
+	m := &pagemap{marker: func() uint64 { return marker }}
 	for name, tt := range tests {
-		if got := ownPage(tt.entry); got != tt.want {
+		if got := m.ownPage(tt.entry); got != tt.want {
 			t.Errorf("%s: ownPage(%#x) = %t, want %t", name, tt.entry, got, tt.want)
 		}
 	}

@@ -1,8 +1,11 @@
 package memory
 
 import (
+	"bytes"
 	"context"
+	"errors"
 	"fmt"
+	"os"
 	"time"
 	"unsafe"
 
@@ -65,8 +68,8 @@ func (r *remote) await(ctx context.Context) (stopped, error) {
 		if err := r.proc.gone(); err != nil {
 			return stopped{}, err
 		}
-		if err := unix.Tgkill(r.proc.PID, r.tid, 0); err != nil {
-			return stopped{}, fmt.Errorf("the thread is gone: %w", err)
+		if r.ended() {
+			return stopped{}, errThreadEnded
 		}
 		timer := time.NewTimer(lostSignal)
 		select {
@@ -78,6 +81,19 @@ func (r *remote) await(ctx context.Context) (stopped, error) {
 		}
 		timer.Stop()
 	}
+}
+
+// errThreadEnded says that the traced thread has ended, and with it, in all likelihood, its process.
+var errThreadEnded = errors.New("the thread has ended")
+
+// ended reports whether the thread has ended. Traced, it stays a zombie until we let go of it, and its process with it.
+func (r *remote) ended() bool {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%d/stat", r.proc.PID, r.tid))
+	if err != nil {
+		return true
+	}
+	_, state, _ := bytes.Cut(b[bytes.LastIndexByte(b, ')'):], []byte(" "))
+	return len(state) == 0 || state[0] == 'Z' || state[0] == 'X'
 }
 
 // look says how the thread is stopped, or ESRCH.

@@ -49,8 +49,11 @@ func probeCalls() error {
 	return nil
 }
 
-// probeProtection protects a page of a memfd that we map privately, as a monitor does, from a userfaultfd of our own.
-func probeProtection() (err error) {
+func probeProtection() error { return protectOwnPage(func([]byte) error { return nil }) }
+
+// protectOwnPage calls do with a page of a memfd that we map privately, as a monitor does, that was never touched and is
+// write-protected by a userfaultfd of our own. Don't write to it.
+func protectOwnPage(do func(page []byte) error) (err error) {
 	dev, err := OpenUFFD()
 	if err != nil {
 		return err
@@ -82,5 +85,5 @@ func probeProtection() (err error) {
 	if err := u.writeProtect(addr, PageSize, true); err != nil {
 		return fmt.Errorf("write-protect a page: %w (%w)", ErrNotTracked, err)
 	}
-	return nil
+	return do(page)
 }

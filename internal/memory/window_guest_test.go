@@ -166,24 +166,10 @@ func (g *guestProcess) do(command string) guestReply {
 			}
 		}
 		return r
-	case "signals": // handle real-time signals
-		g.idle.expecting.Store(true)
-		received := make(chan os.Signal, 64)
-		signal.Notify(received, realTimeSignal)
-		go func() {
-			for range received {
-				g.idle.signals.Add(1)
-			}
-		}()
-	case "spin": // a thread that makes no system call
-		ready := make(chan struct{})
-		go func() {
-			runtime.LockOSThread()
-			name(spinName)
-			close(ready)
-			spin(&g.spins)
-		}()
-		<-ready
+	case "signals":
+		g.idle.handleSignals()
+	case "spin":
+		g.startSpinning()
 	case "read": // all of memory
 		var sum byte
 		for page := uint64(0); page < uint64(len(g.halves[0])*2/PageSize); page++ {
@@ -192,6 +178,18 @@ func (g *guestProcess) do(command string) guestReply {
 		return guestReply{Written: uint64(sum)}
 	}
 	return guestReply{}
+}
+
+// startSpinning makes a thread that makes no system call.
+func (g *guestProcess) startSpinning() {
+	ready := make(chan struct{})
+	go func() {
+		runtime.LockOSThread()
+		name(spinName)
+		close(ready)
+		spin(&g.spins)
+	}()
+	<-ready
 }
 
 func (g *guestProcess) states() []writerState {
@@ -321,6 +319,18 @@ func (t *idleThread) loop(r int) {
 			t.waits.Add(1)
 		}
 	}
+}
+
+// handleSignals counts real-time signals from here on.
+func (t *idleThread) handleSignals() {
+	t.expecting.Store(true)
+	received := make(chan os.Signal, 64)
+	signal.Notify(received, realTimeSignal)
+	go func() {
+		for range received {
+			t.signals.Add(1)
+		}
+	}()
 }
 
 func (t *idleThread) say(s string) {
