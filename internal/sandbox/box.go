@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -33,19 +34,24 @@ type box struct {
 	end  context.CancelCauseFunc
 	gone chan struct{} // closed when it has ended
 
-	mu     sync.Mutex
-	rec    store.Sandbox // what is persisted
-	child  *child        // nil until it runs
-	ending bool
+	freeze chan struct{} // holds a token while it is frozen, suspended or resumed
+
+	mu         sync.Mutex
+	rec        store.Sandbox // what is persisted
+	child      *child        // nil until it runs, and while it is suspended
+	ending     bool
+	suspending bool    // a suspension is under way: no new requests
+	active     int     // requests under way
+	state      *frozen // what it was last suspended to; nil: never
 }
 
 func newBox(f *frozen, rec store.Sandbox) *box {
-	b := &box{id: rec.ID, frozen: f, rec: rec, gone: make(chan struct{})}
+	b := &box{id: rec.ID, frozen: f, rec: rec, gone: make(chan struct{}), freeze: make(chan struct{}, 1)}
 	b.life, b.end = context.WithCancelCause(context.Background())
 	return b
 }
 
-func (b *box) state() State {
+func (b *box) status() State {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return State(b.rec.State)
@@ -65,6 +71,7 @@ func viewOf(r store.Sandbox) Sandbox {
 		Env: maps.Clone(r.Env), Metadata: maps.Clone(r.Metadata),
 		GuestAddr: r.GuestAddr, Netns: r.Netns, MemoryLimitMiB: r.MemoryLimitMiB, Path: r.Path, BranchCount: r.BranchCount,
 		Reason: r.Reason, ReadyIn: r.ReadyIn,
+		Name: r.Name, AutoSuspend: r.AutoSuspend, AutoResume: r.AutoResume, SuspendedAt: r.SuspendedAt,
 	}
 	if r.EndedAt.IsZero() {
 		s.PID = r.Process.PID
@@ -85,7 +92,15 @@ func (b *box) letGo() error {
 // record persists a sandbox that is about to be started and makes it visible.
 func (m *Manager) record(ctx context.Context, f *frozen, rec store.Sandbox) (*box, error) {
 	rec.SnapshotID, rec.SnapshotTag, rec.State, rec.CreatedAt = f.id, f.tag, string(StateStarting), time.Now()
+	m.mu.Lock()
+	if a := anchorLocked(f); a != nil {
+		rec.AnchorID, rec.SnapshotTag = a.id, cmp.Or(f.tag, a.tag)
+	}
+	m.mu.Unlock()
 	if err := m.db.AddSandbox(context.WithoutCancel(ctx), rec); err != nil {
+		if rec.Name != "" && errors.Is(err, store.ErrExists) {
+			return nil, nameTaken(rec.Name)
+		}
 		return nil, err
 	}
 	b := newBox(f, rec)
@@ -101,6 +116,7 @@ func (m *Manager) erase(b *box) error {
 	delete(m.boxes, b.id)
 	m.mu.Unlock()
 	b.end(newError(CodeSandboxGone, nil, "", "sandbox %s was never ready", b.id))
+	m.dropUnkept(b.frozen)
 	return m.db.RemoveSandbox(context.Background(), b.id)
 }
 
@@ -123,24 +139,30 @@ func (m *Manager) commit(ctx context.Context, b *box, c *child, readyIn, timeout
 	b.mu.Unlock()
 	c.grant.settle()
 	m.emit(Event{Kind: EventSandboxState, SandboxID: b.id, Tag: b.frozen.tag, State: StateRunning})
-	m.watch(b) // from here on it may end at any moment
+	m.watch(b, c) // from here on it may end at any moment
 	return nil
 }
 
-// watch ends a sandbox whose machine ended, and arms its deadline. Preconditions: it runs.
-func (m *Manager) watch(b *box) {
-	machine := b.child.machine
+// watch ends a sandbox whose machine ended, and arms its timers.
+func (m *Manager) watch(b *box, c *child) {
 	m.background.Go(func() {
 		select {
-		case <-machine.Done():
-			state, reason := endOf(machine.Exit())
-			m.counts.lost.Add(1)
-			m.warn(m.finish(b, ending{state: state, reason: reason, keep: true}), "end a sandbox whose machine is gone", b.id)
+		case <-c.machine.Done():
+			state, reason := endOf(c.machine.Exit())
+			// Else it was suspended, and its machine was ended for that.
+			stillIts := func(store.Sandbox) bool { return b.child == c }
+			err := m.finish(b, ending{state: state, reason: reason, keep: true, onlyIf: stillIts})
+			if !errors.Is(err, errSpared) {
+				m.counts.lost.Add(1)
+				m.warn(err, "end a sandbox whose machine is gone", b.id)
+			}
+		case <-c.life.Done():
 		case <-b.life.Done():
 		case <-m.life.Done():
 		}
 	})
 	m.deadlines.set(b.id, b.view().Deadline)
+	m.rearm(b)
 }
 
 // endOf turns the end of a machine into that of its sandbox.
@@ -161,7 +183,8 @@ type ending struct {
 	reason string
 	keep   bool // its record and console, for a while; else it is forgotten at once
 
-	// onlyIf is asked, when it is set, at the moment that decides. A sandbox for which it says no is left alone with errSpared.
+	// onlyIf is asked, when it is set, at the moment that decides, with the sandbox's lock held. A sandbox for which it says no is left alone
+	// with errSpared.
 	onlyIf func(store.Sandbox) bool
 }
 
@@ -179,25 +202,26 @@ func (m *Manager) finish(b *box, how ending) error {
 		<-b.gone
 		return errEnded
 	}
-	if !from.canBecome(how.state) || b.child == nil {
-		b.mu.Unlock()
-		return newError(CodeInvalidState, nil, "", "sandbox %s is %s: it can't become %s", b.id, from, how.state)
-	}
 	if how.onlyIf != nil && !how.onlyIf(b.rec) {
 		b.mu.Unlock()
 		return errSpared
 	}
+	if !from.canBecome(how.state) || b.child == nil && from != StateSuspended {
+		b.mu.Unlock()
+		return newError(CodeInvalidState, nil, "", "sandbox %s is %s: it can't become %s", b.id, from, how.state)
+	}
 	b.ending = true
 	now := time.Now()
 	b.rec.State, b.rec.Reason, b.rec.EndedAt = string(how.state), how.reason, now
-	c := b.child
+	c, state := b.child, b.state
 	// Under the lock: who sees that it is ending finds the cause in its life.
 	b.end(newError(CodeSandboxGone, nil, "`forkd ls` shows what lives", "sandbox %s has ended: %s", b.id, how.reason))
 	b.mu.Unlock()
 	defer close(b.gone)
 	m.deadlines.set(b.id, time.Time{})
+	m.idles.set(b.id, time.Time{})
 
-	err := m.takeDown(b, c, how, now)
+	err := m.takeDown(b, c, state, how, now)
 	m.mu.Lock()
 	delete(m.boxes, b.id)
 	m.mu.Unlock()
@@ -205,15 +229,21 @@ func (m *Manager) finish(b *box, how ending) error {
 	return err
 }
 
-// takeDown persists the end of a sandbox and carries it out.
-func (m *Manager) takeDown(b *box, c *child, how ending, now time.Time) error {
+// takeDown persists the end of a sandbox and carries it out. It may have no machine, and no suspended state.
+func (m *Manager) takeDown(b *box, c *child, state *frozen, how ending, now time.Time) error {
 	ctx := context.Background() // nobody's patience counts: a process that is to end must end
 	errs := []error{m.db.EndSandbox(ctx, b.id, string(how.state), how.reason, now), m.hit(ctx, pointKillRecorded)}
-	if how.keep {
-		errs = append(errs, m.saveConsole(ctx, c))
+	var killed error
+	if c != nil {
+		if how.keep {
+			errs = append(errs, m.saveConsole(ctx, c))
+		}
+		killed = c.dispose()
 	}
-	killed := c.dispose()
 	errs = append(errs, m.hit(ctx, pointKillEnded))
+	if state != nil {
+		errs = append(errs, m.removeState(ctx, state))
+	}
 	if !how.keep && killed == nil {
 		errs = append(errs, m.db.RemoveSandbox(ctx, b.id), m.hit(ctx, pointKillRemoved))
 	}
@@ -261,11 +291,12 @@ func (m *Manager) expire(id string) {
 	}
 }
 
-// killAll ends every sandbox that runs.
+// killAll ends every sandbox that runs. Those that are suspended stay so.
 func (m *Manager) killAll(reason string) error {
 	m.mu.Lock()
 	boxes := slices.Collect(maps.Values(m.boxes))
 	m.mu.Unlock()
+	boxes = slices.DeleteFunc(boxes, func(b *box) bool { return b.status() == StateSuspended })
 	return m.finishAll(boxes, ending{state: StateStopped, reason: reason})
 }
 

@@ -21,23 +21,42 @@ type child struct {
 	machine vmm.Machine
 	agent   *agentclient.Client
 	tap     *tap
-	image   *memory.Ref // nil when the machine outlived the daemon that knew its image
+	image   *memory.Ref // what its memory was when it started; nil when that can't be told, after a restart of the daemon
+	drop    func()      // called when the machine is gone and its image given back; nil: nothing
 	grant   *grant
+
+	life context.Context // ends when the machine is not its sandbox's any more; its cause is an *Error
+	end  context.CancelCauseFunc
+}
+
+func newChild(id, dir string, g *grant) *child {
+	c := &child{id: id, dir: dir, grant: g}
+	c.life, c.end = context.WithCancelCause(context.Background())
+	return c
 }
 
 // dispose ends the machine and removes all it had. It may be called twice.
 func (c *child) dispose() error {
 	// The agent's connection goes last: closing it first would only make the guest busy.
 	err := c.machine.Kill()
+	c.tap.free() // nothing may wait for a line that leads nowhere
 	err = errors.Join(err, ignoreClosed(c.agent.Close()))
 	if err == nil {
 		err = os.RemoveAll(c.dir) // else the directory stays, for the next Recover to find the process by
 	}
+	c.giveBack()
+	c.grant.release()
+	return err
+}
+
+// giveBack gives back the image.
+func (c *child) giveBack() {
 	if c.image != nil {
 		c.image.Release()
 	}
-	c.grant.release()
-	return err
+	if c.drop != nil {
+		c.drop()
+	}
 }
 
 // letGo closes our side and leaves the machine alone.
@@ -59,10 +78,22 @@ func ignoreClosed(err error) error {
 type launchPoints struct{ prepared, loaded, identified string }
 
 // launch starts a machine from a snapshot and gives it an identity. On an error nothing is left of it; the grant stays the caller's.
-func (m *Manager) launch(ctx context.Context, f *frozen, id string, g *grant, who individual, points launchPoints) (_ *child, err error) {
+func (m *Manager) launch(ctx context.Context, f *frozen, id string, g *grant, who individual, points launchPoints) (*child, error) {
 	ctx, cancel := context.WithTimeout(ctx, m.limits.LaunchTimeout)
 	defer cancel()
+	c, err := m.launchOnce(ctx, f, id, g, who, points)
+	if errors.Is(err, memory.ErrNotPermitted) && m.noOverlay.CompareAndSwap(false, true) {
+		m.log.Warn("layers can't be mapped on this host: chains are flattened in memory instead, which shares less", "error", err)
+		return m.launchOnce(ctx, f, id, g, who, points)
+	}
+	return c, err
+}
+
+func (m *Manager) launchOnce(ctx context.Context, f *frozen, id string, g *grant, who individual, points launchPoints) (_ *child, err error) {
 	begin := time.Now()
+	if err := f.live.await(ctx); err != nil {
+		return nil, err
+	}
 	undo := &cleanup{}
 	defer func() {
 		if err != nil {
@@ -73,13 +104,13 @@ func (m *Manager) launch(ctx context.Context, f *frozen, id string, g *grant, wh
 	if err != nil {
 		return nil, err
 	}
-	ref, err := m.snapshots.Acquire(ctx, m.cache, f.id)
-	if err != nil {
+	c := newChild(id, m.machineDir(id), g)
+	if c.image, err = m.resident(ctx, f); err != nil {
 		return nil, err
 	}
-	undo.add(func() error { ref.Release(); return nil })
+	c.drop = func() { m.dropUnkept(f) }
+	undo.add(func() error { c.giveBack(); return nil })
 	resident := time.Now()
-	c := &child{id: id, dir: m.machineDir(id), image: ref, grant: g}
 	if err := os.Mkdir(c.dir, 0o700); err != nil {
 		return nil, fmt.Errorf("machine directory: %w", err)
 	}
@@ -93,14 +124,14 @@ func (m *Manager) launch(ctx context.Context, f *frozen, id string, g *grant, wh
 	if err := m.awaken(ctx, c, who); err != nil {
 		return nil, err
 	}
-	m.log.Debug("launched", "id", id, "tag", f.tag, "image", resident.Sub(begin), "load", loaded.Sub(resident), "identity", time.Since(loaded))
+	m.log.Debug("launched", "id", id, "tag", f.name(), "image", resident.Sub(begin), "load", loaded.Sub(resident), "identity", time.Since(loaded))
 	return c, m.hit(ctx, points.identified)
 }
 
 // startMachine brings the machine up to the point at which it is loaded and paused.
 func (m *Manager) startMachine(ctx context.Context, c *child, f *frozen, files restoreFiles, undo *cleanup, points launchPoints) error {
 	img := c.image.Image()
-	cfg := vmm.PrepareConfig{Dir: c.dir, Shape: f.manifest.Shape, Memory: img.Base(), Rootfs: files.rootfs}
+	cfg := vmm.PrepareConfig{Dir: c.dir, Shape: f.manifest.Shape, Memory: img.Base(), Rootfs: files.rootfs, UFFD: m.uffd}
 	for _, l := range img.Layers() {
 		cfg.Layers = append(cfg.Layers, l.File)
 	}
@@ -130,6 +161,15 @@ type individual struct {
 	name  string // instance id and host name
 	env   []string
 	hooks bool
+	same  bool // it was that individual before: host name and machine id stay
+}
+
+func (w individual) identity() agentproto.Identity {
+	id := newIdentity(w.name, w.env, w.hooks)
+	if w.same {
+		id.Hostname, id.MachineID = "", ""
+	}
+	return id
 }
 
 // tapGrace bounds the wait for the first bytes to the agent before the guest is let run: they only save time, so a client that
@@ -144,7 +184,7 @@ func (m *Manager) awaken(ctx context.Context, c *child, who individual) error {
 	wrote := c.tap.next()
 	answer := make(chan error, 1)
 	go func() { // its end is awaited below
-		_, err := c.agent.Identify(ctx, newIdentity(who.name, who.env, who.hooks))
+		_, err := c.agent.Identify(ctx, who.identity())
 		answer <- err
 	}()
 	grace := time.NewTimer(tapGrace)
@@ -231,9 +271,10 @@ func (m *Manager) newAgent(machine vmm.Machine, resync bool) (*agentclient.Clien
 	return agentclient.New(dial, agentclient.Options{Resync: resync}), t
 }
 
-// tap is a machine that tells when something is written to one of its ports.
+// tap is a machine that tells when something is written to one of its ports, and whose line can be held.
 type tap struct {
 	vmm.Machine
+	line
 
 	mu    sync.Mutex
 	wrote chan struct{} // nil: nobody wants to know
@@ -262,6 +303,7 @@ func (t *tap) Dial(ctx context.Context, port uint32) (net.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
+	t.line.connect(conn)
 	return tappedConn{conn, t}, nil
 }
 
@@ -271,10 +313,12 @@ type tappedConn struct {
 }
 
 func (c tappedConn) Write(b []byte) (int, error) {
-	n, err := c.Conn.Write(b)
+	n, err := c.tap.line.write(c.Conn, b)
 	c.tap.fire()
 	return n, err
 }
+
+func (c tappedConn) Read(b []byte) (int, error) { return c.tap.line.read(c.Conn, b) }
 
 // warn logs what went wrong while something was taken down: the error that matters more was reported already.
 func (m *Manager) warn(err error, what, id string) {

@@ -50,6 +50,9 @@ type Limits struct {
 	Claims   int // pool members woken at the same time; default: twice the number of CPUs
 	MaxQueue int // forks that may wait for their turn before new requests are refused; default 1000
 
+	MaxBranches    int // running sandboxes frozen at the same time, until they are on disk; default: twice the number of CPUs, at least 4
+	MaxBranchQueue int // branches and forks of running sandboxes that may wait for that before new ones are refused; default 64
+
 	MemoryBudget    int64 // bytes for machines; default: what the host has available, less MemoryReserve
 	MemoryReserve   int64 // bytes left to the rest of the host; default 256 MiB
 	MonitorOverhead int64 // bytes a monitor takes beside guest memory once its guest has answered; default 24 MiB (measured: QEMU 7.2 with TCG)
@@ -77,6 +80,8 @@ func (l Limits) withDefaults() Limits {
 	l.Launches = cmp.Or(l.Launches, cpus)
 	l.Claims = cmp.Or(l.Claims, 2*cpus)
 	l.MaxQueue = cmp.Or(l.MaxQueue, 1000)
+	l.MaxBranches = cmp.Or(l.MaxBranches, max(4, 2*cpus))
+	l.MaxBranchQueue = cmp.Or(l.MaxBranchQueue, 64)
 	l.MemoryReserve = cmp.Or(l.MemoryReserve, 256<<20)
 	l.MonitorOverhead = cmp.Or(l.MonitorOverhead, 24<<20)
 	l.GuestPrivate = cmp.Or(l.GuestPrivate, 16<<20)

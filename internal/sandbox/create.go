@@ -11,7 +11,6 @@ import (
 	"github.com/forkd/forkd/internal/image"
 	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/snapshot"
-	"github.com/forkd/forkd/internal/store"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -94,26 +93,10 @@ func (c *creation) run(ctx context.Context) error {
 func (c *creation) claimTag(ctx context.Context) error {
 	m := c.m
 	f := &frozen{id: newID("sn"), tag: c.req.Tag, image: c.req.Image, imageID: c.image.ID, createdAt: time.Now(), status: StatusWriting}
-	m.mu.Lock()
-	if m.frozen[f.tag] != nil {
-		m.mu.Unlock()
-		return newError(CodeSnapshotExists, nil, "delete it first, or choose another tag", "a snapshot with the tag %s exists", f.tag)
-	}
-	m.frozen[f.tag] = f
-	m.mu.Unlock()
 	c.frozen = f
-	c.undo.add(func() error {
-		m.mu.Lock()
-		defer m.mu.Unlock()
-		delete(m.frozen, f.tag)
-		return nil
-	})
-	err := m.db.AddSnapshot(context.WithoutCancel(ctx), store.Snapshot{ID: f.id, Tag: f.tag, Status: store.SnapshotWriting, Image: f.image,
-		CreatedAt: f.createdAt, PoolSize: c.req.PoolSize})
-	if err != nil {
+	if err := m.enlist(ctx, f, c.req.PoolSize, c.undo); err != nil {
 		return err
 	}
-	c.undo.add(func() error { return m.db.RemoveSnapshot(context.Background(), f.id) })
 	return m.hit(ctx, pointSnapshotRecorded)
 }
 
@@ -138,7 +121,7 @@ func (c *creation) freezeParent(ctx context.Context) (*os.File, error) {
 		return nil, err
 	}
 	c.undo.add(c.parent.dispose)
-	if err := c.prepareParent(ctx); err != nil {
+	if err := c.prepareParent(ctx, c.awaitAgent, c.awaitProbe, c.warmUp); err != nil {
 		return nil, err
 	}
 	device, err := c.saveParent(ctx)
@@ -248,6 +231,6 @@ func (c *creation) manifest(ctx context.Context) (snapshot.Manifest, error) {
 func (m *Manager) admitSnapshot(f *frozen, man snapshot.Manifest, bootWarm time.Duration, poolSize int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	f.status, f.manifest, f.bootWarm, f.imageID = StatusReady, man, bootWarm, man.Image.ID
+	f.status, f.manifest, f.stored, f.parent, f.bootWarm, f.imageID = StatusReady, man, man, man.Parent, bootWarm, man.Image.ID
 	f.pool = m.newPool(f, poolSize)
 }

@@ -68,8 +68,8 @@ func TestDeleteSnapshotWithDependents(t *testing.T) {
 	}
 	// Chains are made by branches, which are not here yet: pretend.
 	d.mu.Lock()
-	d.frozen["mid"].manifest.Parent = d.frozen["base"].id
-	d.frozen["tip"].manifest.Parent = d.frozen["mid"].id
+	d.frozen["mid"].parent = d.frozen["base"].id
+	d.frozen["tip"].parent = d.frozen["mid"].id
 	d.mu.Unlock()
 
 	s, err := d.Snapshot(t.Context(), "mid")

@@ -61,6 +61,11 @@ func queueFull(n int) error {
 		Message: fmt.Sprintf("%d forks are waiting for their turn, which is as many as may wait", n), Hint: "try again in a moment"}
 }
 
+func tooManyBranches(n int) error {
+	return &Error{Code: CodeBranchCap, RetryAfter: retryLater,
+		Message: fmt.Sprintf("%d branches are under way or waiting, which is as many as may be", n), Hint: "try again in a moment"}
+}
+
 func noMemory(tag string, each need, free int64) error {
 	return &Error{Code: CodeInsufficientMemory, RetryAfter: retryLater,
 		Message: fmt.Sprintf("no memory for another child of snapshot %s: it is expected to take %d MiB, %d MiB are left",

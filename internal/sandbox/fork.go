@@ -22,11 +22,16 @@ func (m *Manager) Fork(ctx context.Context, req ForkRequest) ([]ForkResult, erro
 		return nil, err
 	}
 	defer done()
-	f, release, err := m.use(req.Tag)
+	f, release, err := m.useLive(req.Tag)
 	if err != nil {
 		return nil, err
 	}
 	defer release()
+	return m.forkAll(ctx, f, req)
+}
+
+// forkAll starts the children of a snapshot. Preconditions: it is kept from being deleted.
+func (m *Manager) forkAll(ctx context.Context, f *frozen, req ForkRequest) ([]ForkResult, error) {
 	if err := m.checkMemoryLimit(f, req.MemoryLimitMiB); err != nil {
 		return nil, err
 	}
@@ -45,7 +50,7 @@ func (m *Manager) Fork(ctx context.Context, req ForkRequest) ([]ForkResult, erro
 	wg.Wait()
 	if ctx.Err() != nil {
 		m.revoke(boxes)
-		return nil, fault(context.Cause(ctx), "fork of snapshot %s was given up", req.Tag)
+		return nil, fault(context.Cause(ctx), "fork of snapshot %s was given up", f.name())
 	}
 	for i, b := range boxes {
 		if b != nil {
@@ -76,7 +81,7 @@ func (m *Manager) checkMemoryLimit(f *frozen, mib int) error {
 	if least := f.manifest.Shape.MemMiB + monitorAtMost; mib > 0 && mib < least {
 		return invalid(fmt.Sprintf("ask for at least %d MiB, or fork a snapshot made with less memory", least),
 			"a memory limit of %d MiB can't be kept: children of snapshot %s have %d MiB and their monitor takes up to %d more",
-			mib, f.tag, f.manifest.Shape.MemMiB, monitorAtMost)
+			mib, f.name(), f.manifest.Shape.MemMiB, monitorAtMost)
 	}
 	return nil
 }
@@ -121,7 +126,7 @@ func (m *Manager) admit(f *frozen, req ForkRequest, n int) ([]*grant, error) {
 		return nil, nil
 	}
 	if req.Path == PathPool {
-		return nil, &Error{Code: CodeQueueFull, RetryAfter: retryLater, Message: "the pool of snapshot " + f.tag + " has no more children ready",
+		return nil, &Error{Code: CodeQueueFull, RetryAfter: retryLater, Message: "the pool of snapshot " + f.name() + " has no more children ready",
 			Hint: "make it larger with `forkd pool`, or don't ask for the pool only"}
 	}
 	if m.launches.full() {
@@ -138,11 +143,11 @@ func (m *Manager) admit(f *frozen, req ForkRequest, n int) ([]*grant, error) {
 		for _, g := range grants {
 			g.release()
 		}
-		return nil, fault(err, "fork of snapshot %s", f.tag)
+		return nil, fault(err, "fork of snapshot %s", f.name())
 	}
 	if len(grants) < n {
 		free, _ := m.memory.free()
-		return grants, noMemory(f.tag, each, free)
+		return grants, noMemory(f.name(), each, free)
 	}
 	return grants, nil
 }
@@ -153,7 +158,7 @@ func (m *Manager) start(ctx context.Context, f *frozen, req ForkRequest, s start
 		if err != nil {
 			m.counts.failed.Add(1)
 			m.noteCorrupt(f, err)
-			err = fault(err, "start a child of snapshot %s", f.tag)
+			err = fault(err, "start a child of snapshot %s", f.name())
 		}
 	}()
 	if s.refuse != nil {
@@ -218,6 +223,12 @@ func (m *Manager) fallBack(ctx context.Context, f *frozen, req ForkRequest, why 
 	return nil, err
 }
 
+// sandbox is the record of a child.
+func (r ForkRequest) sandbox(id, path string) store.Sandbox {
+	return store.Sandbox{ID: id, Path: path, Env: r.Env, Metadata: r.Metadata, MemoryLimitMiB: r.MemoryLimitMiB,
+		Name: r.Name, AutoSuspend: r.AutoSuspend, AutoResume: r.AutoResume}
+}
+
 var forkPoints = launchPoints{prepared: pointForkPrepared, loaded: pointForkLoaded, identified: pointForkIdentified}
 
 // startCold starts one child in a new monitor. The grant is the child's when it succeeds. Preconditions: its turn has come.
@@ -226,10 +237,10 @@ func (m *Manager) startCold(ctx context.Context, f *frozen, req ForkRequest, g *
 	undo := &cleanup{}
 	defer func() {
 		if err != nil {
-			m.warn(undo.run(), "unwind a fork", f.tag)
+			m.warn(undo.run(), "unwind a fork", f.name())
 		}
 	}()
-	b, err := m.record(ctx, f, store.Sandbox{ID: newID("sb"), Path: StartedCold, Env: req.Env, Metadata: req.Metadata, MemoryLimitMiB: req.MemoryLimitMiB})
+	b, err := m.record(ctx, f, req.sandbox(newID("sb"), StartedCold))
 	if err != nil {
 		return nil, err
 	}
@@ -260,8 +271,9 @@ func (m *Manager) claim(ctx context.Context, f *frozen, req ForkRequest, mem *me
 			m.warn(undo.run(), "unwind a claim", mem.id)
 		}
 	}()
-	b, err := m.record(ctx, f, store.Sandbox{ID: mem.id, Path: StartedByClaim, Env: req.Env, Metadata: req.Metadata,
-		MemoryLimitMiB: req.MemoryLimitMiB, Process: mem.machine.Process()})
+	rec := req.sandbox(mem.id, StartedByClaim)
+	rec.Process = mem.machine.Process()
+	b, err := m.record(ctx, f, rec)
 	if err != nil {
 		f.pool.putBack(mem) // nothing was done to it
 		return nil, err

@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -9,6 +10,7 @@ import (
 	"time"
 
 	"github.com/forkd/forkd/internal/snapshot"
+	"github.com/forkd/forkd/internal/store"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -17,16 +19,23 @@ type frozen struct {
 	id, tag   string
 	image     string // as it was asked for
 	imageID   string
+	owner     string // the sandbox whose suspended state it is; "" for all others
 	createdAt time.Time
+	under     *frozen       // of a branch: what its source was started from
+	live      *liveSnapshot // of a branch that this daemon made; nil for others
 
 	// Guarded by Manager.mu.
+	kept     bool // it has a record and is listed; else it lives as long as machines of it do
 	status   Status
 	warning  string
 	deleting bool
 	forks    int // requests in flight that may start machines of it
 	bootWarm time.Duration
-	pool     *pool             // nil until ready
-	manifest snapshot.Manifest // set before it is ready, never changed afterwards
+	pool     *pool             // nil until it can be forked
+	manifest snapshot.Manifest // set before it can be forked, never changed afterwards; what publishing adds is in stored
+	parent   string            // id of the snapshot that it rests on
+	stored   snapshot.Manifest // as published; zero before
+	measured store.Measured
 
 	filesMu sync.Mutex
 	files   restoreFiles // opened at the first use
@@ -56,13 +65,9 @@ func (m *Manager) restoreFiles(ctx context.Context, f *frozen) (restoreFiles, er
 	if f.files.device != nil {
 		return f.files, nil
 	}
-	rootfsPath, err := m.restorable(ctx, f.manifest)
+	rootfs, err := m.openRootfs(ctx, f)
 	if err != nil {
 		return restoreFiles{}, err
-	}
-	rootfs, err := os.Open(rootfsPath)
-	if err != nil {
-		return restoreFiles{}, fmt.Errorf("root file system of snapshot %s: %w", f.tag, err)
 	}
 	device, err := m.snapshots.Device(f.id)
 	if err != nil {
@@ -70,6 +75,19 @@ func (m *Manager) restoreFiles(ctx context.Context, f *frozen) (restoreFiles, er
 	}
 	f.files = restoreFiles{device: device, rootfs: rootfs}
 	return f.files, nil
+}
+
+// openRootfs opens a snapshot's root file system, having checked that this host can restore the snapshot.
+func (m *Manager) openRootfs(ctx context.Context, f *frozen) (*os.File, error) {
+	path, err := m.restorable(ctx, f.manifest)
+	if err != nil {
+		return nil, err
+	}
+	rootfs, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("root file system of snapshot %s: %w", f.name(), err)
+	}
+	return rootfs, nil
 }
 
 // restorable reports why a snapshot can't be restored here, or where its root file system is.
@@ -92,23 +110,45 @@ func (m *Manager) restorable(ctx context.Context, man snapshot.Manifest) (rootfs
 	return img.Rootfs.Path, nil
 }
 
-// findLocked returns the snapshot with a tag that may be used. Preconditions: m.mu is held.
+// findLocked returns the snapshot with a tag. Preconditions: m.mu is held.
 func (m *Manager) findLocked(tag string) (*frozen, error) {
-	f := m.frozen[tag]
-	switch {
-	case f == nil || f.deleting:
-		return nil, newError(CodeSnapshotNotFound, nil, "`forkd images` lists the snapshots", "no snapshot has the tag %s", tag)
-	case f.status == StatusWriting:
-		return nil, &Error{Code: CodeInvalidState, Message: "snapshot " + tag + " is still being made", Hint: "wait until it is ready", RetryAfter: retryLater}
+	if f := m.frozen[tag]; f != nil && !f.deleting {
+		return f, nil
 	}
-	return f, nil
+	if s, ok := m.tombs[tag]; ok {
+		return nil, newError(CodeSnapshotNotFound, nil, "make it anew", "snapshot %s was never finished: %s", tag, s.Warning)
+	}
+	return nil, newError(CodeSnapshotNotFound, nil, "`forkd images` lists the snapshots", "no snapshot has the tag %s", tag)
 }
 
-// use returns the snapshot with a tag and keeps it from being deleted until release.
+// readyLocked returns the snapshot with a tag if it is on disk. Preconditions: m.mu is held.
+func (m *Manager) readyLocked(tag string) (*frozen, error) {
+	f, err := m.findLocked(tag)
+	if err == nil && f.status == StatusWriting {
+		return nil, &Error{Code: CodeInvalidState, Message: "snapshot " + tag + " is still being made", Hint: "wait until it is ready", RetryAfter: retryLater}
+	}
+	return f, err
+}
+
+// use returns the snapshot with a tag and keeps it from being deleted until release. It is on disk.
 func (m *Manager) use(tag string) (_ *frozen, release func(), err error) {
+	return m.useOf(tag, m.readyLocked)
+}
+
+// useLive is use that takes a branch which is not on disk yet as well.
+func (m *Manager) useLive(tag string) (_ *frozen, release func(), err error) {
+	return m.useOf(tag, func(tag string) (*frozen, error) {
+		if f, err := m.findLocked(tag); err == nil && f.live != nil {
+			return f, nil
+		}
+		return m.readyLocked(tag)
+	})
+}
+
+func (m *Manager) useOf(tag string, find func(tag string) (*frozen, error)) (_ *frozen, release func(), err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	f, err := m.findLocked(tag)
+	f, err := find(tag)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -116,11 +156,65 @@ func (m *Manager) use(tag string) (_ *frozen, release func(), err error) {
 		return nil, nil, newError(CodeSnapshotCorrupt, nil, "delete it and make it anew", "snapshot %s can't be used: %s", tag, f.warning)
 	}
 	f.forks++
-	return f, func() {
-		m.mu.Lock()
-		defer m.mu.Unlock()
-		f.forks--
-	}, nil
+	return f, func() { m.unuse(f) }, nil
+}
+
+// unuse gives back what useOf, or another place that counts in forks, took.
+func (m *Manager) unuse(f *frozen) {
+	m.mu.Lock()
+	f.forks--
+	forget := f.forks == 0 && !f.kept
+	m.mu.Unlock()
+	if forget {
+		m.warn(f.close(), "close what an unkept snapshot held open", f.id)
+		m.dropUnkept(f)
+	}
+}
+
+// dropUnkept gives back the memory of a snapshot that is not kept, if no machine and no request uses it any more.
+func (m *Manager) dropUnkept(f *frozen) {
+	m.mu.Lock()
+	idle := !f.kept && f.forks == 0
+	m.mu.Unlock()
+	if idle {
+		f.live.releaseImage()
+		for _, id := range []string{f.id, f.id + flatSuffix} {
+			_ = m.cache.Drop(id) // in use: the last machine's end comes here again
+		}
+	}
+}
+
+// name is what people know the snapshot by.
+func (f *frozen) name() string { return cmp.Or(f.tag, f.id) }
+
+// listLocked makes a snapshot visible. Preconditions: m.mu is held, nothing has its tag.
+func (m *Manager) listLocked(f *frozen) {
+	f.kept = true
+	m.byID[f.id] = f
+	if f.tag != "" {
+		m.frozen[f.tag] = f
+		delete(m.tombs, f.tag)
+	}
+}
+
+// unlistLocked undoes listLocked. Preconditions: m.mu is held.
+func (m *Manager) unlistLocked(f *frozen) {
+	f.kept = false
+	delete(m.byID, f.id)
+	if m.frozen[f.tag] == f {
+		delete(m.frozen, f.tag)
+	}
+}
+
+// anchorLocked returns the nearest snapshot at or below f that is on disk and may be rested on; nil when there is none.
+// Preconditions: m.mu is held.
+func anchorLocked(f *frozen) *frozen {
+	for ; f != nil; f = f.under {
+		if f.kept && f.status == StatusReady && f.owner == "" {
+			return f
+		}
+	}
+	return nil
 }
 
 // noteCorrupt makes a snapshot whose data turned out to be damaged show as such.

@@ -24,16 +24,19 @@ func (m *Manager) call(ctx context.Context, id string, limit time.Duration, do f
 		return err
 	}
 	defer done()
-	b, c, err := m.running(ctx, id)
+	b, c, idle, err := m.engage(ctx, id)
 	if err != nil {
 		return err
 	}
+	defer idle()
 	limited, cancel := context.WithTimeoutCause(ctx, limit, errSilent)
 	defer cancel()
 	bound, end := context.WithCancelCause(limited)
 	defer end(nil)
 	stop := context.AfterFunc(b.life, func() { end(context.Cause(b.life)) })
 	defer stop()
+	leave := context.AfterFunc(c.life, func() { end(context.Cause(c.life)) })
+	defer leave()
 	err = do(bound, c)
 	if err == nil {
 		return nil

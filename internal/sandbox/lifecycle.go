@@ -97,7 +97,8 @@ func (m *Manager) forget(ctx context.Context, id string) error {
 	return nil
 }
 
-// Extend sets the deadline of a running sandbox to timeout from now, sooner or later than it was; 0 removes it.
+// Extend sets the deadline of a running sandbox to timeout from now, sooner or later than it was; 0 removes it. That of a suspended one will be
+// as far from its resumption.
 func (m *Manager) Extend(ctx context.Context, id string, timeout time.Duration) (Sandbox, error) {
 	if timeout < 0 {
 		return Sandbox{}, invalid("0 is for none", "timeout of %v is negative", timeout)
@@ -107,26 +108,36 @@ func (m *Manager) Extend(ctx context.Context, id string, timeout time.Duration) 
 		return Sandbox{}, err
 	}
 	defer done()
-	b, _, err := m.running(ctx, id)
+	b, err := m.find(ctx, id)
 	if err != nil {
 		return Sandbox{}, err
 	}
-	var deadline time.Time
-	if timeout > 0 {
-		deadline = time.Now().Add(timeout)
-	}
-	if err := m.moveDeadline(ctx, b, deadline); err != nil {
+	if err := m.moveDeadline(ctx, b, timeout); err != nil {
 		return Sandbox{}, err
 	}
 	return b.view(), nil
 }
 
 // moveDeadline holds the sandbox's lock all the while, so that of two calls one is last everywhere, and no expiry comes between.
-func (m *Manager) moveDeadline(ctx context.Context, b *box, deadline time.Time) error {
+func (m *Manager) moveDeadline(ctx context.Context, b *box, timeout time.Duration) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.ending {
 		return context.Cause(b.life)
+	}
+	if State(b.rec.State) == StateSuspended {
+		if err := m.db.SetLeft(context.WithoutCancel(ctx), b.id, timeout); err != nil {
+			return fault(err, "deadline of sandbox %s", b.id)
+		}
+		b.rec.Left = timeout
+		return nil
+	}
+	if _, err := b.runningLocked(); err != nil {
+		return err
+	}
+	var deadline time.Time
+	if timeout > 0 {
+		deadline = time.Now().Add(timeout)
 	}
 	if err := m.db.SetDeadline(context.WithoutCancel(ctx), b.id, deadline); err != nil {
 		return fault(err, "deadline of sandbox %s", b.id)
@@ -136,25 +147,26 @@ func (m *Manager) moveDeadline(ctx context.Context, b *box, deadline time.Time) 
 	return nil
 }
 
-// running returns a sandbox that runs and its child, or says why there is none: unknown, ended, or not running yet.
+// find returns a sandbox that has not ended, or says why there is none: unknown, or ended.
+func (m *Manager) find(ctx context.Context, id string) (*box, error) {
+	if b, ok := m.live(id); ok {
+		return b, nil
+	}
+	rec, err := m.ended(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	return nil, newError(CodeSandboxGone, nil, "`forkd ls` shows what lives", "sandbox %s has ended: %s", id, rec.Reason)
+}
+
+// running returns a sandbox that runs and its child, or says why there is none: unknown, ended, suspended, or not running yet.
 func (m *Manager) running(ctx context.Context, id string) (*box, *child, error) {
-	b, ok := m.live(id)
-	if !ok {
-		rec, err := m.ended(ctx, id)
-		if err != nil {
-			return nil, nil, err
-		}
-		return nil, nil, newError(CodeSandboxGone, nil, "`forkd ls` shows what lives", "sandbox %s has ended: %s", id, rec.Reason)
+	b, err := m.find(ctx, id)
+	if err != nil {
+		return nil, nil, err
 	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	switch {
-	case b.ending:
-		return nil, nil, newError(CodeSandboxGone, nil, "", "sandbox %s is ending: %s", id, b.rec.Reason)
-	case State(b.rec.State) != StateRunning:
-		return nil, nil, newError(CodeInvalidState, nil, "wait until it runs", "sandbox %s is %s", id, b.rec.State)
-	}
-	return b, b.child, nil
+	c, err := b.running()
+	return b, c, err
 }
 
 // forgetOld removes records of sandboxes that ended a while ago. It runs until ctx ends.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"os"
 	"path/filepath"
 	"sync"
@@ -34,9 +35,15 @@ type Manager struct {
 	launches  *gate // machines being started
 	claims    *gate // pool members being woken
 	boots     *gate // parents
+	branches  *gate // running sandboxes being frozen
 	memory    *admission
 	deadlines *deadlines
+	idles     *deadlines // when sandboxes that nobody uses are suspended
 	counts    counters
+	uffd      *os.File    // /dev/userfaultfd, which monitors inherit for live branches; nil where there is none
+	noOverlay atomic.Bool // layers can't be mapped here
+
+	branching atomic.Int64 // requests to branch, under way or waiting
 
 	life       context.Context // ends with Shutdown, once requests in flight had their time
 	endLife    context.CancelCauseFunc
@@ -46,8 +53,10 @@ type Manager struct {
 	mu        sync.Mutex
 	recovered bool
 	draining  bool
-	work      sync.WaitGroup // requests in flight; Add only under mu and while not draining
-	frozen    map[string]*frozen
+	work      sync.WaitGroup      // requests in flight; Add only under mu and while not draining
+	frozen    map[string]*frozen  // by tag
+	byID      map[string]*frozen  // the same, and those without a tag
+	tombs     map[string]Snapshot // branches that failed after their request was answered, by tag
 	boxes     map[string]*box
 }
 
@@ -63,7 +72,7 @@ func New(cfg Config) (*Manager, error) {
 	m := &Manager{
 		engine: cfg.Engine, images: cfg.Images, snapshots: cfg.Snapshots, cache: cfg.Memory, db: cfg.DB,
 		cfg: cfg, limits: cfg.Limits.withDefaults(), log: cfg.Log,
-		frozen: map[string]*frozen{}, boxes: map[string]*box{}, stopped: make(chan struct{}),
+		frozen: map[string]*frozen{}, byID: map[string]*frozen{}, tombs: map[string]Snapshot{}, boxes: map[string]*box{}, stopped: make(chan struct{}),
 	}
 	if m.log == nil {
 		m.log = slog.New(slog.DiscardHandler)
@@ -71,11 +80,17 @@ func New(cfg Config) (*Manager, error) {
 	m.launches = newGate(m.limits.Launches, m.limits.MaxQueue)
 	m.claims = newGate(m.limits.Claims, m.limits.MaxQueue)
 	m.boots = newGate(m.limits.Launches, m.limits.MaxQueue)
+	m.branches = newGate(m.limits.MaxBranches, math.MaxInt)
 	m.memory = &admission{budget: m.limits.MemoryBudget, reserve: m.limits.MemoryReserve, available: memAvailable}
 	m.deadlines = newDeadlines(m.expire)
+	m.idles = newDeadlines(m.idle)
 	m.life, m.endLife = context.WithCancelCause(context.Background())
 	if err := m.lockRunDir(); err != nil {
 		return nil, err
+	}
+	var err error
+	if m.uffd, err = memory.OpenUFFD(); err != nil {
+		m.log.Warn("branches will not be live", "error", err)
 	}
 	return m, nil
 }
@@ -173,12 +188,16 @@ func (m *Manager) Stats() Stats {
 		s.PoolFills += st.Filling
 	}
 	for _, b := range boxes {
-		if b.state() == StateStarting {
+		switch b.status() {
+		case StateStarting:
 			s.Starting++
-		} else {
+		case StateSuspended:
+			s.Suspended++
+		default:
 			s.Running++
 		}
 	}
+	s.BranchesActive, s.BranchesQueued = m.branches.load()
 	s.LaunchesActive, s.LaunchesQueued = m.launches.load()
 	s.MemoryBudgetBytes, s.MemoryReservedBytes = m.memory.stats()
 	s.ForksCold, s.ForksClaim, s.ForksFailed = m.counts.cold.Load(), m.counts.claim.Load(), m.counts.failed.Load()
@@ -232,9 +251,12 @@ func (m *Manager) letGo() error {
 	for _, b := range m.boxes {
 		errs = append(errs, b.letGo())
 	}
-	for _, f := range m.frozen {
+	for _, f := range m.byID {
 		errs = append(errs, f.close())
 	}
 	errs = append(errs, m.lock.Close())
+	if m.uffd != nil {
+		errs = append(errs, m.uffd.Close())
+	}
 	return errors.Join(errs...)
 }

@@ -38,7 +38,8 @@ func (c *creation) bootParent(ctx context.Context, g *grant) error {
 	if err != nil {
 		return err
 	}
-	c.parent = &child{id: c.frozen.id, dir: dir, machine: machine, grant: g}
+	c.parent = newChild(c.frozen.id, dir, g)
+	c.parent.machine = machine
 	c.parent.agent, c.parent.tap = m.newAgent(machine, false)
 	if err := m.hit(ctx, pointSnapshotBooted); err != nil {
 		return errors.Join(err, c.parent.dispose())
@@ -46,8 +47,8 @@ func (c *creation) bootParent(ctx context.Context, g *grant) error {
 	return nil
 }
 
-// prepareParent brings the guest to the point at which it is to be frozen.
-func (c *creation) prepareParent(ctx context.Context) error {
+// prepareParent brings the guest to the point at which it is to be frozen, step by step.
+func (c *creation) prepareParent(ctx context.Context, steps ...func(context.Context) error) error {
 	begin := time.Now()
 	limit := c.req.Timeout
 	if limit == 0 {
@@ -68,7 +69,7 @@ func (c *creation) prepareParent(ctx context.Context) error {
 	}()
 	defer func() { <-watched }()
 	defer end(nil)
-	for _, step := range []func(context.Context) error{c.awaitAgent, c.awaitProbe, c.warmUp} {
+	for _, step := range steps {
 		if err := step(ctx); err != nil {
 			return err
 		}

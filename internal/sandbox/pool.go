@@ -217,8 +217,11 @@ func exercise(ctx context.Context, c *child, python bool) error {
 
 const exerciseTimeout = 20 * time.Second
 
-// take removes up to n members from the pool, without waiting for any.
+// take removes up to n members from the pool, without waiting for any. There are none in a nil pool.
 func (p *pool) take(n int) []*member {
+	if p == nil {
+		return nil
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	n = min(n, len(p.ready))
@@ -370,7 +373,7 @@ func (m *Manager) Pool(_ context.Context, tag string) (PoolStatus, error) {
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	f, err := m.findLocked(tag)
+	f, err := m.readyLocked(tag)
 	if err != nil {
 		return PoolStatus{}, err
 	}

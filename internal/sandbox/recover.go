@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -34,10 +35,14 @@ func (m *Manager) Recover(ctx context.Context) (Recovery, error) {
 	if err := m.recoverSandboxes(ctx, &r); err != nil {
 		return r, fmt.Errorf("recover sandboxes: %w", err)
 	}
+	if err := m.collect(ctx); err != nil {
+		return r, fmt.Errorf("recover snapshots: %w", err)
+	}
 	if err := m.forgetOnce(ctx); err != nil {
 		return r, fmt.Errorf("recover: %w", err)
 	}
 	m.background.Go(func() { m.deadlines.run(m.life) })
+	m.background.Go(func() { m.idles.run(m.life) })
 	m.background.Go(func() { m.forgetOld(m.life) })
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -54,6 +59,10 @@ func (m *Manager) recoverSnapshots(ctx context.Context, r *Recovery) (map[*froze
 	if err != nil {
 		return nil, err
 	}
+	needed, err := m.neededStates(ctx)
+	if err != nil {
+		return nil, err
+	}
 	pools := map[*frozen]int{}
 	known := map[string]bool{}
 	for _, rec := range recs {
@@ -61,7 +70,7 @@ func (m *Manager) recoverSnapshots(ctx context.Context, r *Recovery) (map[*froze
 		man, err := m.snapshots.Get(rec.ID)
 		missing := errors.Is(err, snapshot.ErrNotFound)
 		switch {
-		case rec.Status == store.SnapshotDeleting || rec.Status == store.SnapshotWriting && err != nil:
+		case rec.Status == store.SnapshotDeleting || rec.Status == store.SnapshotWriting && err != nil || rec.Owner != "" && !needed[rec.ID]:
 			if err := m.recoverRemoval(ctx, rec, missing, r); err != nil {
 				return nil, err
 			}
@@ -73,17 +82,50 @@ func (m *Manager) recoverSnapshots(ctx context.Context, r *Recovery) (map[*froze
 			}
 			r.Finished++
 		}
-		f := &frozen{id: rec.ID, tag: rec.Tag, image: rec.Image, createdAt: rec.CreatedAt, bootWarm: rec.BootWarm, status: StatusReady}
+		f := stored(rec, man)
 		if err != nil {
 			f.status, f.warning = StatusFailed, err.Error()
-		} else {
-			f.manifest, f.imageID = man, man.Image.ID
+		} else if f.tag != "" {
 			pools[f] = rec.PoolSize
 		}
-		m.frozen[rec.Tag] = f
+		m.mu.Lock()
+		m.listLocked(f)
+		m.mu.Unlock()
 	}
 	r.Unknown, err = m.unknownSnapshots(known)
 	return pools, err
+}
+
+// neededStates returns the snapshots that sandboxes are suspended to, or were before they ran again. All others that were made for that
+// are leftovers.
+func (m *Manager) neededStates(ctx context.Context) (map[string]bool, error) {
+	recs, err := m.db.Sandboxes(ctx)
+	if err != nil {
+		return nil, err
+	}
+	needed := map[string]bool{}
+	for _, rec := range recs {
+		if rec.EndedAt.IsZero() && State(rec.State) != StateStarting {
+			needed[rec.StateID] = true
+		}
+	}
+	return needed, nil
+}
+
+// collect removes what nothing rests on any more: a daemon was killed before it came to that.
+func (m *Manager) collect(ctx context.Context) error {
+	m.mu.Lock()
+	litter := m.litterLocked(nil)
+	m.mu.Unlock()
+	for _, f := range litter {
+		if err := m.db.MarkSnapshotsDeleting(ctx, f.id); err != nil {
+			return err
+		}
+		if err := m.remove(ctx, f); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // recoverRemoval finishes the removal of a snapshot.
@@ -144,6 +186,18 @@ func (m *Manager) recoverSandboxes(ctx context.Context, r *Recovery) error {
 			forget = append(forget, rec.ID)
 		case !rec.EndedAt.IsZero() && rec.Reason == reasonKilled: // Kill was about to forget it
 			forget = append(forget, rec.ID)
+		case State(rec.State) == StateSuspended:
+			found, err := m.readoptSuspended(ctx, rec)
+			if err != nil {
+				return errors.Join(err, jobs.Wait())
+			}
+			mu.Lock()
+			if found {
+				r.Suspended++
+			} else {
+				r.Lost++
+			}
+			mu.Unlock()
 		case State(rec.State) == StateRunning:
 			jobs.Go(func() error {
 				adopted, err := m.readopt(jobsCtx, rec)
@@ -205,12 +259,14 @@ func (m *Manager) attach(ctx context.Context, rec store.Sandbox) (_ *child, err 
 	if err != nil {
 		return nil, err
 	}
-	c := &child{id: rec.ID, dir: rec.Process.Dir, machine: machine}
+	c := newChild(rec.ID, rec.Process.Dir, nil)
+	c.machine = machine
 	c.agent, c.tap = m.newAgent(machine, true)
 	defer func() {
 		if err != nil {
 			m.warn(m.saveConsole(context.WithoutCancel(ctx), c), "save the console of a sandbox", rec.ID)
 			err = errors.Join(err, machine.Kill(), ignoreClosed(c.agent.Close()))
+			c.giveBack()
 		}
 	}()
 	select {
@@ -224,23 +280,61 @@ func (m *Manager) attach(ctx context.Context, rec store.Sandbox) (_ *child, err 
 	if _, err := c.agent.Ping(ctx); err != nil {
 		return nil, fmt.Errorf("its guest does not answer: %w", err)
 	}
+	if err := m.adoptImage(ctx, c, startedFrom(rec)); err != nil {
+		m.log.Warn("what a sandbox was started from can't be told: it can't be branched or suspended", "id", rec.ID, "error", err)
+	}
 	return c, nil
 }
+
+// startedFrom is the snapshot that a running sandbox's machine was started from.
+func startedFrom(rec store.Sandbox) string { return cmp.Or(rec.StateID, rec.SnapshotID) }
 
 // adopt makes a sandbox that outlived the daemon one of ours again.
 func (m *Manager) adopt(rec store.Sandbox, c *child) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	f := m.frozen[rec.SnapshotTag]
-	if f == nil || f.id != rec.SnapshotID {
-		f = &frozen{id: rec.SnapshotID, tag: rec.SnapshotTag, status: StatusFailed} // its snapshot is gone; it can do without
-	}
+	f := m.originLocked(rec)
 	c.grant = m.memory.force(m.limits.childNeed(f.manifest.Shape))
 	c.grant.settle()
 	b := newBox(f, rec)
-	b.child = c
+	b.child, b.state = c, m.byID[rec.StateID]
 	m.boxes[b.id] = b
-	m.watch(b)
+	m.watch(b, c)
+}
+
+// originLocked returns the snapshot that a sandbox was forked from. One that was forked from a running sandbox may have none that is kept: then
+// its own one is made up of the nearest that is. Preconditions: m.mu is held.
+func (m *Manager) originLocked(rec store.Sandbox) *frozen {
+	if f := m.byID[rec.SnapshotID]; f != nil {
+		return f
+	}
+	for _, b := range m.boxes {
+		if b.frozen.id == rec.SnapshotID {
+			return b.frozen
+		}
+	}
+	f := &frozen{id: rec.SnapshotID, status: StatusFailed, under: m.byID[rec.AnchorID]}
+	if f.under == nil {
+		f.tag = rec.SnapshotTag // its snapshot is gone; it can do without
+		return f
+	}
+	f.image, f.imageID, f.manifest = f.under.image, f.under.imageID, f.under.manifest
+	f.manifest.ID = f.id
+	return f
+}
+
+// readoptSuspended takes over a suspended sandbox. It returns false when what it was suspended to is gone.
+func (m *Manager) readoptSuspended(ctx context.Context, rec store.Sandbox) (bool, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	state := m.byID[rec.StateID]
+	if state == nil {
+		return false, m.db.EndSandbox(ctx, rec.ID, string(StateFailed), reasonLost+": what it was suspended to is gone", time.Now())
+	}
+	b := newBox(m.originLocked(rec), rec)
+	b.state = state
+	m.boxes[b.id] = b
+	return true, nil
 }
 
 // reap ends machines that nobody owns, and removes their directories.
@@ -254,8 +348,10 @@ func (m *Manager) reap(r *Recovery) error {
 		return err
 	}
 	owned := map[string]bool{}
-	for id := range m.boxes {
-		owned[m.machineDir(id)] = true
+	for id, b := range m.boxes {
+		if b.child != nil { // else it is suspended
+			owned[m.machineDir(id)] = true
+		}
 	}
 	stuck := map[string]bool{}
 	var mu sync.Mutex // guards r and stuck

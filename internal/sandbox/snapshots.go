@@ -12,7 +12,7 @@ import (
 	"github.com/forkd/forkd/internal/snapshot"
 )
 
-// Snapshots returns all snapshots, by tag.
+// Snapshots returns all snapshots that have a tag, by it, and those that failed after their request was answered.
 func (m *Manager) Snapshots(ctx context.Context) ([]Snapshot, error) {
 	m.mu.Lock()
 	views := make([]Snapshot, 0, len(m.frozen))
@@ -23,9 +23,14 @@ func (m *Manager) Snapshots(ctx context.Context) ([]Snapshot, error) {
 			manifests = append(manifests, f.manifest)
 		}
 	}
+	tombs := slices.Collect(maps.Values(m.tombs))
 	m.mu.Unlock()
 	for i := range views {
 		m.judge(ctx, &views[i], manifests[i])
+	}
+	if len(tombs) > 0 {
+		views = append(views, tombs...)
+		slices.SortFunc(views, func(a, b Snapshot) int { return cmp.Compare(a.Tag, b.Tag) })
 	}
 	return views, nil
 }
@@ -36,10 +41,13 @@ func (m *Manager) Snapshot(ctx context.Context, tag string) (Snapshot, error) {
 		return Snapshot{}, err
 	}
 	m.mu.Lock()
-	f := m.frozen[tag]
-	if f == nil || f.deleting {
-		m.mu.Unlock()
-		return Snapshot{}, newError(CodeSnapshotNotFound, nil, "`forkd images` lists the snapshots", "no snapshot has the tag %s", tag)
+	f, err := m.findLocked(tag)
+	if err != nil {
+		defer m.mu.Unlock()
+		if s, ok := m.tombs[tag]; ok {
+			return s, nil
+		}
+		return Snapshot{}, err
 	}
 	view, man := m.viewLocked(f), f.manifest
 	m.mu.Unlock()
@@ -49,14 +57,15 @@ func (m *Manager) Snapshot(ctx context.Context, tag string) (Snapshot, error) {
 
 // viewLocked is a snapshot as users see it, but for what judge adds. Preconditions: m.mu is held.
 func (m *Manager) viewLocked(f *frozen) Snapshot {
-	man := f.manifest
+	man, stored := f.manifest, f.stored
 	s := Snapshot{
 		Tag: f.tag, ID: f.id, Dir: m.snapshots.Dir(f.id), CreatedAt: f.createdAt, Image: cmp.Or(man.Image.Name, f.image),
 		MemMiB: man.Shape.MemMiB, VCPUs: man.Shape.VCPUs,
 		Engine: man.Engine.Engine, EngineVersion: man.Engine.Version, Accel: man.Engine.Accel,
-		LogicalBytes: man.Memory.LogicalBytes, PhysicalBytes: man.Memory.PhysicalBytes, DeviceBytes: man.Device.Bytes,
-		ContentHash: man.Memory.SHA256, ParentID: man.Parent, BranchedFrom: man.BranchedFrom,
-		Status: f.status, Warning: f.warning, Python: man.Python, BootWarm: f.bootWarm,
+		LogicalBytes: int64(man.Shape.MemMiB) << 20, PhysicalBytes: stored.Memory.PhysicalBytes, DeviceBytes: stored.Device.Bytes,
+		ContentHash: stored.Memory.SHA256, ParentID: f.parent, BranchedFrom: man.BranchedFrom,
+		Pause: f.measured.Pause, DiffTime: f.measured.Diff, DiffPhysicalBytes: f.measured.DiffPhysical, DiffLogicalBytes: f.measured.DiffLogical,
+		Status: f.status, Warning: cmp.Or(f.warning, f.measured.Warning), Python: man.Python, BootWarm: f.bootWarm,
 		Resident: m.cache.Resident(f.id), Pool: f.poolStatus(),
 	}
 	s.Ancestors, s.Dependents = m.familyLocked(f)
@@ -68,36 +77,33 @@ func (m *Manager) viewLocked(f *frozen) Snapshot {
 
 // familyLocked returns what a snapshot rests on, root first, and what rests on it. Preconditions: m.mu is held.
 func (m *Manager) familyLocked(f *frozen) (ancestors, dependents []string) {
-	byID := make(map[string]*frozen, len(m.frozen))
-	for _, other := range m.frozen {
-		byID[other.id] = other
-	}
-	for parent := f.manifest.Parent; parent != "" && len(ancestors) <= len(byID); {
-		above := byID[parent]
-		if above == nil {
+	for parent := f.parent; parent != "" && len(ancestors) <= len(m.byID); {
+		below := m.byID[parent]
+		if below == nil {
 			ancestors = append(ancestors, parent)
 			break
 		}
-		ancestors = append(ancestors, above.tag)
-		parent = above.manifest.Parent
+		ancestors = append(ancestors, below.name())
+		parent = below.parent
 	}
 	slices.Reverse(ancestors)
 	for _, d := range m.dependentsLocked(f) {
-		dependents = append(dependents, d.tag)
+		dependents = append(dependents, d.name())
 	}
 	return ancestors, dependents
 }
 
-// dependentsLocked returns the snapshots that rest on f, directly or not, those nearest to it first. Preconditions: m.mu is held.
+// dependentsLocked returns the snapshots that rest on f, directly or not, those nearest to it first, without the states of suspended
+// sandboxes: these count as users. Preconditions: m.mu is held.
 func (m *Manager) dependentsLocked(f *frozen) []*frozen {
 	var all []*frozen
 	seen := map[string]bool{f.id: true}
 	for grown := true; grown; {
 		grown = false
-		for _, tag := range slices.Sorted(maps.Keys(m.frozen)) {
-			other := m.frozen[tag]
-			if !seen[other.id] && other.manifest.Parent != "" && seen[other.manifest.Parent] {
-				seen[other.id] = true
+		for _, id := range slices.SortedFunc(maps.Keys(m.byID), func(a, b string) int { return cmp.Compare(m.byID[a].name(), m.byID[b].name()) }) {
+			other := m.byID[id]
+			if !seen[id] && other.owner == "" && other.parent != "" && seen[other.parent] {
+				seen[id] = true
 				all = append(all, other)
 				grown = true
 			}
@@ -143,9 +149,13 @@ func (m *Manager) ImageInUse(id string) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	var tags []string
-	for tag, f := range m.frozen {
-		if f.manifest.Image.ID == id || f.status == StatusWriting && f.imageID == id {
-			tags = append(tags, tag)
+	for _, f := range m.byID {
+		switch {
+		case f.manifest.Image.ID != id && (f.status != StatusWriting || f.imageID != id):
+		case f.owner != "":
+			return newError(CodeImageInUse, nil, "kill it first", "image %s is needed by the suspended sandbox %s", id, f.owner)
+		default:
+			tags = append(tags, f.name())
 		}
 	}
 	if len(tags) == 0 {
@@ -168,6 +178,9 @@ func (m *Manager) DeleteSnapshot(ctx context.Context, tag string, mode DeleteMod
 		return err
 	}
 	defer done()
+	if m.disinter(tag) {
+		return nil
+	}
 	targets, boxes, err := m.condemn(tag, mode)
 	if err != nil {
 		return err
@@ -188,17 +201,26 @@ func (m *Manager) DeleteSnapshot(ctx context.Context, tag string, mode DeleteMod
 	m.warn(m.hit(ctx, pointDeleteRecorded), "delete a snapshot", tag)
 	for _, f := range targets {
 		if err := m.remove(ctx, f); err != nil {
-			return fault(err, "delete snapshot %s", f.tag)
+			return fault(err, "delete snapshot %s", f.name())
 		}
 	}
 	return nil
+}
+
+// disinter forgets a branch that failed after its request was answered, and says whether there was one.
+func (m *Manager) disinter(tag string) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	_, ok := m.tombs[tag]
+	delete(m.tombs, tag)
+	return ok
 }
 
 // condemn picks the snapshots to delete, dependents before what they rest on, and takes them out of use; and the sandboxes to end first.
 func (m *Manager) condemn(tag string, mode DeleteMode) ([]*frozen, []*box, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	f, err := m.findLocked(tag)
+	f, err := m.readyLocked(tag)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -208,6 +230,7 @@ func (m *Manager) condemn(tag string, mode DeleteMode) ([]*frozen, []*box, error
 	}
 	slices.Reverse(dependents)
 	targets := append(dependents, f)
+	targets = append(targets, m.litterLocked(targets)...)
 	var boxes []*box
 	for _, t := range targets {
 		used := m.usersLocked(t)
@@ -222,11 +245,11 @@ func (m *Manager) condemn(tag string, mode DeleteMode) ([]*frozen, []*box, error
 	return targets, boxes, nil
 }
 
-// usersLocked returns the sandboxes of a snapshot that live. Preconditions: m.mu is held.
+// usersLocked returns the sandboxes of a snapshot that live, suspended ones included. Preconditions: m.mu is held.
 func (m *Manager) usersLocked(f *frozen) []*box {
 	var users []*box
 	for _, b := range m.boxes {
-		if b.frozen == f {
+		if b.frozen == f || m.restsOnLocked(b) == f {
 			users = append(users, b)
 		}
 	}
@@ -238,9 +261,9 @@ func (m *Manager) usersLocked(f *frozen) []*box {
 func inUse(f *frozen, users []*box, mode DeleteMode) error {
 	switch {
 	case f.status == StatusWriting:
-		return newError(CodeSnapshotInUse, nil, "wait until it is ready", "snapshot %s is still being made", f.tag)
+		return newError(CodeSnapshotInUse, nil, "wait until it is ready", "snapshot %s is still being made", f.name())
 	case f.forks > 0:
-		return &Error{Code: CodeSnapshotInUse, Message: fmt.Sprintf("%d requests are using snapshot %s at this moment", f.forks, f.tag),
+		return &Error{Code: CodeSnapshotInUse, Message: fmt.Sprintf("%d requests are using snapshot %s at this moment", f.forks, f.name()),
 			Hint: "try again in a moment", RetryAfter: retryLater}
 	case len(users) > 0 && mode != DeleteForce:
 		const shown = 10
@@ -251,7 +274,7 @@ func inUse(f *frozen, users []*box, mode DeleteMode) error {
 		if len(users) > shown {
 			ids = append(ids, fmt.Sprintf("and %d more", len(users)-shown))
 		}
-		return newError(CodeSnapshotInUse, nil, "kill them first, or use --force", "snapshot %s has sandboxes that live: %s", f.tag, strings.Join(ids, ", "))
+		return newError(CodeSnapshotInUse, nil, "kill them first, or use --force", "snapshot %s has sandboxes that live: %s", f.name(), strings.Join(ids, ", "))
 	}
 	return nil
 }
@@ -259,7 +282,7 @@ func inUse(f *frozen, users []*box, mode DeleteMode) error {
 func names(snapshots []*frozen) string {
 	tags := make([]string, len(snapshots))
 	for i, f := range snapshots {
-		tags[i] = f.tag
+		tags[i] = f.name()
 	}
 	return strings.Join(tags, ", ")
 }
@@ -289,7 +312,7 @@ func (m *Manager) remove(ctx context.Context, f *frozen) error {
 		f.deleting, f.status, f.warning = false, StatusFailed, "its removal failed: "+err.Error()
 		return err
 	}
-	delete(m.frozen, f.tag)
+	m.unlistLocked(f)
 	m.emit(Event{Kind: EventSnapshotDeleted, Tag: f.tag})
 	return nil
 }
@@ -298,12 +321,14 @@ func (m *Manager) removeFiles(ctx context.Context, f *frozen) error {
 	if err := f.close(); err != nil {
 		return err
 	}
-	if err := m.cache.Drop(f.id); err != nil {
-		m.warn(err, "drop the resident image of a deleted snapshot", f.tag) // it goes when it is unused
+	for _, id := range []string{f.id, f.id + flatSuffix} {
+		if err := m.cache.Drop(id); err != nil {
+			m.warn(err, "drop the resident image of a deleted snapshot", f.name()) // it goes when it is unused
+		}
 	}
 	if err := m.snapshots.Remove(f.id); err != nil && !errors.Is(err, snapshot.ErrNotFound) {
 		return err
 	}
-	m.warn(m.hit(ctx, pointDeleteRemoved), "delete a snapshot", f.tag)
+	m.warn(m.hit(ctx, pointDeleteRemoved), "delete a snapshot", f.name())
 	return nil
 }

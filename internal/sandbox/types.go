@@ -246,6 +246,9 @@ const (
 // Stats are figures of the daemon, for metrics.
 type Stats struct {
 	Running, Starting     int
+	Suspended             int
+	BranchesActive        int // slots in use by branches, forks of running sandboxes, and suspensions
+	BranchesQueued        int
 	PoolReady, PoolFills  int
 	Snapshots             int
 	LaunchesActive        int   // launch slots in use
@@ -262,6 +265,7 @@ type Stats struct {
 // Recovery is what Recover found and did.
 type Recovery struct {
 	Adopted   int      // sandboxes that live on
+	Suspended int      // sandboxes that are suspended
 	Lost      int      // sandboxes that ended while the daemon was down
 	Aborted   int      // sandboxes that were being started, now ended
 	Reaped    int      // processes of ours without a record, killed

@@ -1,8 +1,10 @@
 package sandbox
 
 import (
+	"cmp"
 	"regexp"
 	"strings"
+	"time"
 	"unicode/utf8"
 
 	"github.com/forkd/forkd/internal/snapshot"
@@ -77,8 +79,27 @@ func (r ForkRequest) check() error {
 	if err := checkEnv(r.Env); err != nil {
 		return err
 	}
-	return checkMetadata(r.Metadata)
+	return cmp.Or(checkMetadata(r.Metadata), r.checkName())
 }
+
+func (r ForkRequest) checkName() error {
+	switch {
+	case r.AutoSuspend < 0:
+		return invalid("0 is for never", "auto-suspend after %v is negative", r.AutoSuspend)
+	case r.AutoSuspend > 0 && r.AutoSuspend < minAutoSuspend:
+		return invalid("", "auto-suspend after %v: choose at least %v", r.AutoSuspend, minAutoSuspend)
+	case r.Name == "":
+		return nil
+	case !tagPattern.MatchString(r.Name):
+		return invalid("use 1 to 64 letters, digits, - and _", "name %.80q is not valid", r.Name)
+	case r.N != 1:
+		return invalid("leave the name out, or ask for one child", "%d sandboxes can't have one name", r.N)
+	}
+	return nil
+}
+
+// minAutoSuspend keeps a sandbox from being suspended while its owner thinks.
+const minAutoSuspend = 100 * time.Millisecond
 
 func (r SnapshotRequest) check(l Limits) error {
 	if err := checkTag(r.Tag); err != nil {
