@@ -56,7 +56,14 @@ func TestCommandLine(t *testing.T) {
 	d.checkTidy()
 
 	d.poolByCommandLine()
-	if got := d.must("rmi", "mine", pyTag); got != "mine\n"+pyTag {
+	d.must("fork", "--tag", "mine", "-n", "2")
+	if got := d.must("rmi", "--force", "mine"); got != "mine" {
+		t.Errorf("rmi --force printed %q", got)
+	}
+	if got := d.must("ls", "-q"); got != "" {
+		t.Errorf("sandboxes of a snapshot that was removed by force: %q", got)
+	}
+	if got := d.must("rmi", pyTag); got != pyTag {
 		t.Errorf("rmi printed %q", got)
 	}
 	names := d.must("image", "ls", "-q")
@@ -67,6 +74,11 @@ func TestCommandLine(t *testing.T) {
 		t.Errorf("left: %q", got)
 	}
 	d.checkTidy()
+	for _, command := range []string{"serve", "cleanup"} {
+		if got := d.forkd(append([]string{command}, d.where()...)...); got.code != 1 || !strings.Contains(got.stderr, "in use by another daemon") {
+			t.Errorf("%s beside a daemon that runs: %v", command, got)
+		}
+	}
 	d.stop()
 	if got := d.forkd("ls"); got.code != 3 || !strings.Contains(got.stderr, "forkd serve") {
 		t.Errorf("ls without a daemon: %v", got)

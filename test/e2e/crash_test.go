@@ -276,15 +276,20 @@ func TestDrain(t *testing.T) {
 	d.start(setup{args: []string{"--drain-timeout", "1s"}})
 	d.checkSandboxes(guests...)
 	d.checkRemembered(guests)
+	snapshot := d.snapshotUnderWay()
 	go func() { _, err := guests[0].trySh("echo > /root/long; sleep 3600"); ended <- err }()
 	eventually(t, callLimit, func() error { _, err := guests[0].trySh("test -e /root/long"); return err })
 	d.stop()
-	if err := <-ended; err == nil {
-		t.Error("a command that outlasts the drain timeout: got no error")
-	} else if !client.IsCode(err, "shutting_down") {
-		t.Errorf("a command that outlasts the drain timeout: got %v, want the code shutting_down", err)
+	for what, failed := range map[string]<-chan error{"command": ended, "snapshot": snapshot} {
+		if err := <-failed; !client.IsCode(err, "shutting_down") {
+			t.Errorf("a %s that outlasts the drain timeout: got %v, want the code shutting_down", what, err)
+		}
+	}
+	if got := len(machinesIn(d.run)); got != len(guests) {
+		t.Errorf("%d monitors are there after the daemon stopped, want those of the %d sandboxes", got, len(guests))
 	}
 	d.start(setup{})
 	d.checkSandboxes(guests...)
 	d.checkRemembered(guests)
+	d.checkTidy()
 }
