@@ -2,6 +2,9 @@ package sandbox
 
 import (
 	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -15,6 +18,8 @@ import (
 // outcome is what is there after a scenario that was struck at a point.
 type outcome struct {
 	Sandboxes int      // that live, beside the pool
+	Suspended int      // of them
+	States    int      // what sandboxes are suspended to, or were before
 	Pool      int      // members
 	Tags      []string // snapshots
 }
@@ -32,6 +37,14 @@ func afterError(point string) outcome {
 		o.Pool = 1 // refilled
 	case "pool":
 		o.Pool = 1 // the second try works
+	case "resume":
+		o.Suspended, o.States = 1, 1 // as before
+	}
+	switch point {
+	case pointSuspendMarked, pointSuspendEnded:
+		o.Suspended, o.States = 1, 1
+	case pointResumeRunning:
+		o.Suspended = 0
 	}
 	return o
 }
@@ -40,7 +53,8 @@ func afterError(point string) outcome {
 func afterCrash(point string) outcome {
 	o := afterError(point)
 	switch point {
-	case pointSnapshotPublished, pointSnapshotReady:
+	case pointSnapshotPublished, pointSnapshotReady, pointBranchPublished, pointBranchReady, pointDiffPublished, pointDiffReady,
+		pointCompactPublished, pointCompactReady:
 		o.Tags = []string{newTag, oldTag} // it was complete: it is finished, not thrown away
 	case pointForkRunning, pointClaimRunning:
 		o.Sandboxes = 3 // recorded as running, and it runs
@@ -85,11 +99,24 @@ func checkOutcome(t *testing.T, d *daemon, want outcome, survivors []Sandbox) {
 			t.Errorf("snapshot %s: got status %s, bootable %v, %s", s.Tag, s.Status, s.Bootable, s.Warning)
 		}
 	}
+	got.Suspended = d.Stats().Suspended
+	entries, err := os.ReadDir(filepath.Join(d.w.data(), "snapshots"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	got.States = len(entries) - len(got.Tags)
 	if diff := cmp.Diff(got, want); diff != "" {
 		t.Errorf("outcome (-got +want):\n%s", diff)
 	}
+	d.checkTidy(t, want.Sandboxes-want.Suspended+want.Pool, make([]string, len(want.Tags)+want.States)...)
+	d.checkRecords(t, want)
 	for _, b := range list {
-		if _, err := d.Ping(t.Context(), b.ID); err != nil || b.State != StateRunning {
+		if b.State == StateSuspended {
+			if _, err := d.Resume(t.Context(), b.ID); err != nil {
+				t.Errorf("Resume: %v", err)
+			}
+		}
+		if _, err := d.Ping(t.Context(), b.ID); err != nil {
 			t.Errorf("sandbox %s is listed as %s: ping: %v", b.ID, b.State, err)
 		}
 	}
@@ -106,8 +133,6 @@ func checkOutcome(t *testing.T, d *daemon, want outcome, survivors []Sandbox) {
 	if least := min(want.Sandboxes, len(survivors)); alive < least {
 		t.Errorf("%d of the sandboxes that were there before live, want %d", alive, least)
 	}
-	d.checkTidy(t, want.Sandboxes+want.Pool, want.Tags...)
-	d.checkRecords(t, want)
 	for _, tag := range want.Tags {
 		box := d.fork(t, tag, 1, func(r *ForkRequest) { r.Path = PathCold })[0]
 		if err := d.Kill(t.Context(), box.ID); err != nil {
@@ -135,6 +160,9 @@ func (d *daemon) checkRecords(t *testing.T, want outcome) {
 		tags = append(tags, s.Tag+" "+string(s.Status))
 	}
 	var wanted []string
+	for range want.States {
+		wanted = append(wanted, " ready")
+	}
 	for _, tag := range want.Tags {
 		wanted = append(wanted, tag+" ready")
 	}
@@ -167,7 +195,8 @@ func TestEveryPointFails(t *testing.T) {
 				t.Fatalf("the point was never passed; those that were: %v", points.Passed())
 			}
 			// What must end ends, whatever goes wrong on the way.
-			carriedOn := scenarioOf(point) == "kill" || scenarioOf(point) == "delete"
+			carriedOn := scenarioOf(point) == "kill" || scenarioOf(point) == "delete" ||
+				slices.Contains([]string{pointSuspendMarked, pointSuspendEnded, pointResumeRunning}, point)
 			retried := scenarioOf(point) == "pool"
 			if (err == nil) != carriedOn && !retried {
 				t.Errorf("got error %v, want one: %v", err, !carriedOn)

@@ -96,6 +96,28 @@ func scenarios() map[string]func(context.Context, *daemon) error {
 			}
 			return d.Kill(ctx, all[0].ID)
 		},
+		"branch":  branchOne,
+		"capture": branchOne, // what internal/memory does in it
+		"diff": func(ctx context.Context, d *daemon) error {
+			_, err := d.SnapshotDiff(ctx, DiffRequest{From: oldTag, Tag: newTag, Steps: []WarmUp{{WarmUpExec, "echo more > /tmp/w"}}}, nil)
+			return err
+		},
+		"compact": func(ctx context.Context, d *daemon) error {
+			_, err := d.Compact(ctx, oldTag, newTag)
+			return err
+		},
+		"suspend": suspendOne,
+		"resume": func(ctx context.Context, d *daemon) error {
+			if err := suspendOne(ctx, d); err != nil {
+				return err
+			}
+			all, err := d.Sandboxes(ctx)
+			if err != nil {
+				return err
+			}
+			_, err = d.Resume(ctx, all[0].ID)
+			return err
+		},
 		"delete": func(ctx context.Context, d *daemon) error {
 			if _, err := d.trySnapshot(ctx, newTag, nil); err != nil {
 				return err
@@ -103,6 +125,24 @@ func scenarios() map[string]func(context.Context, *daemon) error {
 			return d.DeleteSnapshot(ctx, newTag, DeleteSafe)
 		},
 	}
+}
+
+func branchOne(ctx context.Context, d *daemon) error {
+	all, err := d.Sandboxes(ctx)
+	if err != nil {
+		return err
+	}
+	_, err = d.Branch(ctx, all[0].ID, BranchRequest{Tag: newTag, Wait: true})
+	return err
+}
+
+func suspendOne(ctx context.Context, d *daemon) error {
+	all, err := d.Sandboxes(ctx)
+	if err != nil {
+		return err
+	}
+	_, err = d.Suspend(ctx, all[0].ID)
+	return err
 }
 
 func firstError(results []ForkResult, err error) error {
