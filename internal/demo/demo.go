@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/forkd/forkd/client"
@@ -250,7 +251,11 @@ func steps(opt Options) func(client.Progress) {
 	return func(p client.Progress) {
 		if p.Step != "" && p.Step != last {
 			last = p.Step
-			opt.Progress("  %s %s", p.Step, p.Detail)
+			detail, more, _ := strings.Cut(p.Detail, "\n")
+			if more != "" {
+				detail += " …"
+			}
+			opt.Progress("  %s %s", p.Step, detail)
 		}
 	}
 }
