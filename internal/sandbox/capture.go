@@ -7,6 +7,8 @@ import (
 	"os"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/vmm"
 )
@@ -67,6 +69,9 @@ func (m *Manager) capture(ctx context.Context, c *child, how capturing) (_ *inst
 	got, err := memory.Capture(ctx, memory.Target{Process: c.machine.Process(), Image: c.image.Image()}, memory.Hooks{Pause: h.pause, Resume: h.resume},
 		memory.CaptureOptions{Mode: how.mode, Name: memoryName(how.id), FillGaps: true, Failpoints: m.cfg.Failpoints})
 	if err != nil {
+		if errors.Is(err, unix.ESRCH) && endsNow(c.machine, vmm.ErrGone) {
+			err = fmt.Errorf("%w: %w", vmm.ErrGone, err) // its memory was gone a moment before its process is seen to be
+		}
 		return nil, errors.Join(err, m.revive(ctx, c, how.stay, err))
 	}
 	if err := memory.Seal(device); err != nil {

@@ -274,12 +274,15 @@ func eventually(t *testing.T, what string, check func() string) {
 // checkTidy compares what is there with what should be: sandboxes and pool members that live, and snapshots.
 func (d *daemon) checkTidy(t *testing.T, machines int, snapshots ...string) {
 	t.Helper()
-	eventually(t, "tidiness", func() string { return d.untidy(machines, snapshots) })
-	if d.Manager != nil {
-		if _, held := d.memory.stats(); (held > 0) != (machines > 0) {
-			t.Errorf("memory held by admission: got %d bytes with %d machines", held, machines)
+	eventually(t, "tidiness", func() string {
+		problem := d.untidy(machines, snapshots)
+		if problem == "" && d.Manager != nil {
+			if _, held := d.memory.stats(); (held > 0) != (machines > 0) {
+				return fmt.Sprintf("%d bytes of memory are held by admission with %d machines", held, machines)
+			}
 		}
-	}
+		return problem
+	})
 }
 
 func (d *daemon) untidy(machines int, snapshots []string) string {
