@@ -42,8 +42,10 @@ type window struct {
 	done    bitset
 	split   atomic.Bool // the kernel takes ranges of one mapping only
 
-	armMu sync.Mutex // over "is it arming?" together with what follows from that: noting a page and letting it go, or freezing
-	noted bitset     // written since it was last protected
+	// armMu is over letting go of a page that is noted, or protecting it, together with what the notes say of it, and over the end of
+	// arming.
+	armMu sync.Mutex
+	noted bitset // let go since it was last protected
 
 	noteCount atomic.Uint64
 	faults    atomic.Uint64
@@ -188,24 +190,35 @@ func (w *window) rearm() error {
 		if w.noted.count() <= rearmEnough {
 			break
 		}
-		if err := w.protectNoted(); err != nil {
+		if err := w.rearmRound(); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// protectNoted protects the noted pages and forgets them. A page that is written right after is noted anew, since it was
-// forgotten before.
-func (w *window) protectNoted() error {
+// rearmRound locks word by word, so that the worker is never kept for long.
+func (w *window) rearmRound() error {
 	for i := range w.noted {
 		if w.noted[i].Load() == 0 {
 			continue
 		}
-		for e := range runsIn(uint64(i), w.noted[i].Swap(0)) {
-			if err := w.protect(e); err != nil {
-				return err
-			}
+		w.armMu.Lock()
+		err := w.protectNotedLocked(i)
+		w.armMu.Unlock()
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// protectNotedLocked protects the noted pages of word i and forgets them. Were the lock not held the worker might let go of one
+// in between that it had found noted already, and nobody would know.
+func (w *window) protectNotedLocked(i int) error {
+	for e := range runsIn(uint64(i), w.noted[i].Swap(0)) {
+		if err := w.protect(e); err != nil {
+			return err
 		}
 	}
 	return nil
@@ -219,7 +232,12 @@ func (w *window) freeze(ctx context.Context) error {
 	if !w.phase.CompareAndSwap(arming, frozen) {
 		return context.Cause(ctx) // it was given up
 	}
-	return w.protectNoted()
+	for i := range w.noted {
+		if err := w.protectNotedLocked(i); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // close ends the worker, and then all protection: the worker may still be reading a page. Everything in it holds for a window
