@@ -56,6 +56,8 @@ func New(cfg Config) (*Client, error) {
 		MaxIdleConnsPerHost: 128, // programs that fork many sandboxes talk to all of them at once
 		IdleConnTimeout:     time.Minute,
 		DisableCompression:  true,
+		// A pack that is not wanted is refused before it is sent.
+		ExpectContinueTimeout: 5 * time.Second,
 	}
 	if addr.socket != "" {
 		transport.DialContext = func(ctx context.Context, _, _ string) (net.Conn, error) {
@@ -98,7 +100,7 @@ func Seconds(d time.Duration) *float64 {
 
 type keyOfIdempotency struct{}
 
-// WithIdempotencyKey makes a creating call (Fork, CreateSnapshot, BuildImage) repeatable: called again with the same key and the
+// WithIdempotencyKey makes a creating call (Fork, CreateSnapshot, Branch and others) repeatable: called again with the same key and the
 // same request it gets the first call's result and creates nothing. Such a call goes on in the daemon when the client leaves.
 func WithIdempotencyKey(ctx context.Context, key string) context.Context {
 	return context.WithValue(ctx, keyOfIdempotency{}, key)
@@ -106,23 +108,29 @@ func WithIdempotencyKey(ctx context.Context, key string) context.Context {
 
 // send makes a request and returns the answer whatever its status is. The caller closes its body.
 func (c *Client) send(ctx context.Context, method, path string, body any, header http.Header) (*http.Response, error) {
-	var reader io.Reader
-	if body != nil {
-		data, err := json.Marshal(body)
-		if err != nil {
-			return nil, fmt.Errorf("encode the request: %w", err)
-		}
-		reader = bytes.NewReader(data)
+	if body == nil {
+		return c.do(ctx, method, path, nil, header)
 	}
-	req, err := http.NewRequestWithContext(ctx, method, c.addr.base+path, reader)
+	data, err := json.Marshal(body)
+	if err != nil {
+		return nil, fmt.Errorf("encode the request: %w", err)
+	}
+	header = header.Clone()
+	if header == nil {
+		header = http.Header{}
+	}
+	header.Set("Content-Type", "application/json")
+	return c.do(ctx, method, path, bytes.NewReader(data), header)
+}
+
+// do is send with a body of any kind.
+func (c *Client) do(ctx context.Context, method, path string, body io.Reader, header http.Header) (*http.Response, error) {
+	req, err := http.NewRequestWithContext(ctx, method, c.addr.base+path, body)
 	if err != nil {
 		return nil, fmt.Errorf("request %s: %w", path, err)
 	}
 	for name, values := range header {
 		req.Header[name] = values
-	}
-	if body != nil {
-		req.Header.Set("Content-Type", "application/json")
 	}
 	if c.token != "" {
 		req.Header.Set("Authorization", "Bearer "+c.token)

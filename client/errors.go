@@ -19,6 +19,7 @@ import (
 const (
 	CodeNoDaemon   = "no_daemon"
 	CodeUnexpected = "unexpected_answer"
+	CodeBrokenOff  = "broken_off" // an answer that began well
 )
 
 // Error is what a daemon answered instead of a result.

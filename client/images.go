@@ -39,6 +39,13 @@ func (c *Client) BuildImage(ctx context.Context, req ImageBuildRequest, progress
 	return *last.Image, nil
 }
 
+// PruneImages removes the images that have lost their name to a newer one and that no snapshot uses, and returns them.
+func (c *Client) PruneImages(ctx context.Context) ([]Image, error) {
+	var res api.PruneResult
+	err := c.call(ctx, http.MethodPost, "/v1/images/prune", nil, &res)
+	return res.Removed, err
+}
+
 // DeleteImage removes an image that no snapshot uses.
 func (c *Client) DeleteImage(ctx context.Context, name string) error {
 	return c.call(ctx, http.MethodDelete, "/v1/images/"+url.PathEscape(name), nil, nil)

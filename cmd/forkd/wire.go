@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -16,8 +17,10 @@ import (
 	"github.com/forkd/forkd/internal/image/agentbin"
 	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/sandbox"
+	"github.com/forkd/forkd/internal/server"
 	"github.com/forkd/forkd/internal/snapshot"
 	"github.com/forkd/forkd/internal/store"
+	"github.com/forkd/forkd/internal/transfer"
 	"github.com/forkd/forkd/internal/vmm"
 	"github.com/forkd/forkd/internal/vmm/qemu"
 )
@@ -48,6 +51,7 @@ type daemonFlags struct {
 	MemoryBudgetMiB int64  `name:"memory-budget-mib" placeholder:"MIB" help:"Memory for machines in all. Default: what the host has to spare."`
 	CacheMemoryMiB  int64  `name:"resident-mib" placeholder:"MIB" help:"Memory for snapshots that are loaded and not in use. Default: a quarter of the host's."`
 	MaxLaunches     int    `placeholder:"N" help:"Machines that are started at the same time; the others wait. Default: the number of CPUs."`
+	MaxBranches     int    `placeholder:"N" help:"Running sandboxes that are frozen at the same time; the others wait. Default: twice the number of CPUs."`
 }
 
 // fillDefaults decides where things are: system directories for root, the user's own for others.
@@ -88,6 +92,8 @@ type daemon struct {
 	engine  vmm.Engine
 	images  *imageService
 	manager *sandbox.Manager
+	packs   *transfer.Service
+	events  *server.Events
 	closers []func() error // in the order of opening
 }
 
@@ -107,42 +113,63 @@ func (p *program) openDaemon(f *daemonFlags, log *slog.Logger, killAll bool) (_ 
 	if err := d.lock(filepath.Join(f.Data, "lock")); err != nil {
 		return nil, err
 	}
-	db, err := store.Open(filepath.Join(f.Data, "forkd.db"))
-	if err != nil {
-		return nil, err
-	}
-	d.closers = append(d.closers, db.Close)
-	snapshots, err := snapshot.Open(filepath.Join(f.Data, "snapshots"))
-	if err != nil {
-		return nil, err
-	}
 	points, err := failpoints(p.getenv)
 	if err != nil {
 		return nil, err
 	}
 	agent, agentErr := p.parts.agent()
-	images, err := image.Open(filepath.Join(f.Data, "images"), f.Cache, agent)
+	st, err := d.openStores(p.ctx, f, agent)
 	if err != nil {
 		return nil, err
 	}
 	d.engine = p.parts.engine(f, log.With("part", "engine"))
+	d.events = server.NewEvents()
 	d.manager, err = sandbox.New(sandbox.Config{
-		Engine: d.engine, Images: images, Snapshots: snapshots, Memory: memory.NewCache(residentBudget(f)), DB: db, RunDir: f.RunDir,
-		Limits: sandbox.Limits{Launches: f.MaxLaunches, MemoryBudget: f.MemoryBudgetMiB << 20},
-		Log:    log.With("part", "sandbox"), KillOnShutdown: killAll, Failpoints: points,
+		Engine: d.engine, Images: st.images, Snapshots: st.snapshots, Memory: memory.NewCache(residentBudget(f)), DB: st.db, RunDir: f.RunDir,
+		Limits: sandbox.Limits{Launches: f.MaxLaunches, MaxBranches: f.MaxBranches, MemoryBudget: f.MemoryBudgetMiB << 20},
+		Log:    log.With("part", "sandbox"), Events: d.events.Publish, KillOnShutdown: killAll, Failpoints: points,
 	})
 	if err != nil {
 		return nil, err
 	}
-	d.images = &imageService{Store: images, inUse: d.manager.ImageInUse, agentErr: agentErr}
+	d.packs = transfer.New(transfer.Config{Snapshots: st.snapshots, Images: st.images, Domain: d.manager, Failpoints: points})
+	d.images = &imageService{Store: st.images, packs: d.packs, agentErr: agentErr}
 	return d, nil
+}
+
+// stores are what a daemon keeps on disk.
+type stores struct {
+	db        *store.DB
+	snapshots *snapshot.Store
+	images    *image.Store
+}
+
+// openStores opens the stores and takes back what an unpacking that crashed left half.
+func (d *daemon) openStores(ctx context.Context, f *daemonFlags, agent []byte) (s stores, err error) {
+	if s.db, err = store.Open(filepath.Join(f.Data, "forkd.db")); err != nil {
+		return s, err
+	}
+	d.closers = append(d.closers, s.db.Close)
+	if s.snapshots, err = snapshot.Open(filepath.Join(f.Data, "snapshots")); err != nil {
+		return s, err
+	}
+	if s.images, err = image.Open(filepath.Join(f.Data, "images"), f.Cache, agent); err != nil {
+		return s, err
+	}
+	records, err := s.db.Snapshots(ctx)
+	if err != nil {
+		return s, err
+	}
+	return s, transfer.Recover(ctx, s.snapshots, s.images, func(id string) bool {
+		return slices.ContainsFunc(records, func(r store.Snapshot) bool { return r.ID == id })
+	})
 }
 
 // failpoints are the faults that a test asked for in the environment; nil for none.
 func failpoints(getenv func(string) string) (*failpoint.Set, error) {
 	points, err := failpoint.Parse(getenv(failpoint.Variable))
 	if err == nil {
-		err = points.Check(sandbox.Points()...)
+		err = points.Check(slices.Concat(sandbox.Points(), transfer.Points())...)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", failpoint.Variable, err)
@@ -186,10 +213,10 @@ func (d *daemon) close() error {
 	return errors.Join(errs...)
 }
 
-// imageService is the image store as the server wants it: who uses an image is known to the domain.
+// imageService is the image store as the server wants it: who uses an image is known to others.
 type imageService struct {
 	*image.Store
-	inUse    func(id string) error
+	packs    *transfer.Service
 	agentErr error // why there is no agent to put into images
 }
 
@@ -203,5 +230,8 @@ func (s *imageService) Build(ctx context.Context, spec image.BuildSpec, progress
 
 // Remove implements server.Images.
 func (s *imageService) Remove(_ context.Context, nameOrID string) error {
-	return s.Store.Remove(nameOrID, s.inUse)
+	return s.packs.RemoveImage(nameOrID)
 }
+
+// Prune implements server.Images.
+func (s *imageService) Prune(context.Context) ([]image.Image, error) { return s.packs.PruneImages() }

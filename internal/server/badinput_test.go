@@ -93,6 +93,43 @@ func TestBadInput(t *testing.T) {
 		{"extend without timeout", "POST", "/v1/sandboxes/sb1/timeout", `{}`, nil, 400, "invalid_argument", "timeout_secs"},
 		{"image without name", "POST", "/v1/images", `{"packages": []}`, nil, 400, "invalid_argument", "name"},
 		{"image with a bad name", "POST", "/v1/images", `{"name": "a b"}`, nil, 400, "invalid_argument", "a b"},
+		{"workspace in a fork of two", "POST", "/v1/sandboxes", `{"snapshot_tag": "py", "n": 2, "name": "w"}`, nil, 400, "invalid_argument", `"w"`},
+		{"bad name of a sandbox", "POST", "/v1/sandboxes", `{"snapshot_tag": "py", "name": "a/b"}`, nil, 400, "invalid_argument", "a/b"},
+		{"negative idle time", "POST", "/v1/sandboxes", `{"snapshot_tag": "py", "auto_suspend_secs": -1}`, nil, 400, "invalid_argument", "auto_suspend_secs"},
+
+		{"branch with mode and diff", "POST", "/v1/sandboxes/sb1/branch", `{"mode": "live", "diff": true}`, nil, 400, "invalid_argument", "exclude"},
+		{"branch with mode and live", "POST", "/v1/sandboxes/sb1/branch", `{"mode": "full", "live": true}`, nil, 400, "invalid_argument", "exclude"},
+		{"branch with diff and live", "POST", "/v1/sandboxes/sb1/branch", `{"diff": true, "live": true}`, nil, 400, "invalid_argument", "exclude"},
+		{"branch with diff and measure_diff", "POST", "/v1/sandboxes/sb1/branch", `{"diff": true, "measure_diff": true}`, nil, 400, "invalid_argument", "exclude"},
+		{"branch with mode diff and measure_diff", "POST", "/v1/sandboxes/sb1/branch", `{"mode": "diff", "measure_diff": true}`, nil, 400, "invalid_argument", "exclude"},
+		{"branch of no mode", "POST", "/v1/sandboxes/sb1/branch", `{"mode": "cow"}`, nil, 400, "invalid_argument", "cow"},
+		{"branch to a bad tag", "POST", "/v1/sandboxes/sb1/branch", `{"tag": "a.b"}`, nil, 400, "invalid_tag", "a.b"},
+		{"branch from another parent", "POST", "/v1/sandboxes/sb1/branch", `{"mode": "diff", "parent_tag": "other"}`, nil, 400, "invalid_argument", "other"},
+		{"branch from a bad parent", "POST", "/v1/sandboxes/sb1/branch", `{"mode": "diff", "parent_tag": "a.b"}`, nil, 400, "invalid_tag", "a.b"},
+		{"full branch with a parent", "POST", "/v1/sandboxes/sb1/branch", `{"mode": "full", "parent_tag": "py"}`, nil, 400, "invalid_argument", "full"},
+		{"branch with an unknown field", "POST", "/v1/sandboxes/sb1/branch", `{"name": "b"}`, nil, 400, "invalid_argument", `"name"`},
+		{"fork of a running one of none", "POST", "/v1/sandboxes/sb1/fork", `{"n": 0}`, nil, 400, "invalid_argument", `"n"`},
+		{"fork of a running one to a bad tag", "POST", "/v1/sandboxes/sb1/fork", `{"tag": ".."}`, nil, 400, "invalid_tag", ".."},
+		{"fork of a running one with bad env", "POST", "/v1/sandboxes/sb1/fork", `{"env": {"A=B": "1"}}`, nil, 400, "invalid_argument", "A=B"},
+		{"suspend of no id", "POST", "/v1/sandboxes/SB/suspend", "", nil, 400, "invalid_argument", "SB"},
+		{"diff without steps", "POST", "/v1/snapshots/py/diff", `{"tag": "b"}`, nil, 400, "invalid_argument", "steps"},
+		{"diff with no steps", "POST", "/v1/snapshots/py/diff", `{"tag": "b", "steps": []}`, nil, 400, "invalid_argument", "steps"},
+		{"diff without tag", "POST", "/v1/snapshots/py/diff", `{"steps": [{"kind": "exec", "code": "true"}]}`, nil, 400, "invalid_argument", "tag"},
+		{"diff with an empty step", "POST", "/v1/snapshots/py/diff", `{"tag": "b", "steps": [{"kind": "exec", "code": ""}]}`, nil, 400, "invalid_argument", "step 0"},
+		{"compact to nothing", "POST", "/v1/snapshots/py/compact", `{}`, nil, 400, "invalid_argument", "to"},
+		{"compact to a bad tag", "POST", "/v1/snapshots/py/compact", `{"to": "a b"}`, nil, 400, "invalid_tag", "a b"},
+		{"workspace without a name", "POST", "/v1/workspaces", `{"snapshot_tag": "py"}`, nil, 400, "invalid_argument", "name"},
+		{"workspace with a bad name", "POST", "/v1/workspaces", `{"name": "a/b", "snapshot_tag": "py"}`, nil, 400, "invalid_argument", "a/b"},
+		{"workspace of a bad tag", "POST", "/v1/workspaces", `{"name": "w", "snapshot_tag": "a/b"}`, nil, 400, "invalid_tag", "a/b"},
+		{"bad name of a workspace", "GET", "/v1/workspaces/a.b", "", nil, 400, "invalid_argument", "a.b"},
+		{"no such workspace", "GET", "/v1/workspaces/none", "", nil, 404, "sandbox_not_found", "none"},
+		{"suspend of no such workspace", "POST", "/v1/workspaces/none/suspend", "", nil, 404, "sandbox_not_found", "none"},
+		{"pack with a bad signature", "GET", "/v1/snapshots/py/pack", "", []string{"Forkd-Signature", "%%"}, 400, "invalid_argument", "Forkd-Signature"},
+		{"unpack of JSON", "POST", "/v1/snapshots/unpack?tag=t", "{}", nil, 400, "invalid_argument", "application/json"},
+		{"unpack of a form", "POST", "/v1/snapshots/unpack?tag=t", "--x", []string{"Content-Type", "multipart/form-data; boundary=x"}, 400, "invalid_argument", "multipart"},
+		{"unpack to a bad tag", "POST", "/v1/snapshots/unpack?tag=a.b", "x", []string{"Content-Type", octets}, 400, "invalid_tag", "a.b"},
+		{"unpack to no tag", "POST", "/v1/snapshots/unpack?tag=", "x", []string{"Content-Type", octets}, 400, "invalid_tag", ""},
+		{"unpack with a bad key", "POST", "/v1/snapshots/unpack?tag=t", "x", []string{"Content-Type", octets, "Forkd-Require-Signer", "AAAA"}, 400, "invalid_argument", "AAAA"},
 		{"list of maybe", "GET", "/v1/sandboxes?all=maybe", "", nil, 400, "invalid_argument", "maybe"},
 	}
 	for _, tt := range tests {
@@ -113,7 +150,8 @@ func TestBadInput(t *testing.T) {
 			if e.RequestID == "" || e.RequestID != got.header.Get("X-Request-Id") {
 				t.Errorf("request_id = %q, want the header's %q", e.RequestID, got.header.Get("X-Request-Id"))
 			}
-			if n := len(f.forks) + len(f.snaps) + len(f.execs) + len(f.evals) + len(f.builds) + len(f.killed) + len(f.deleted); n != 0 {
+			if n := len(f.forks) + len(f.snaps) + len(f.execs) + len(f.evals) + len(f.builds) + len(f.killed) + len(f.deleted) + len(f.branches) + len(f.runningForks) +
+				len(f.diffs) + len(f.compacted) + len(f.moved) + len(f.signatures) + len(f.unpacks); n != 0 {
 				t.Errorf("the domain was called %d times, want none", n)
 			}
 		})

@@ -3,6 +3,7 @@ package server
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"net/http"
 	"path/filepath"
@@ -89,7 +90,33 @@ func TestClientCalls(t *testing.T) {
 			r, err := c.Eval(ctx, "sb0", client.EvalRequest{Code: "1+1"})
 			return *r.Result, err
 		},
-		"Logs": func() (any, error) { b, err := c.Logs(ctx, "sb0"); return string(b), err },
+		"Logs":        func() (any, error) { b, err := c.Logs(ctx, "sb0"); return string(b), err },
+		"PruneImages": func() (any, error) { l, err := c.PruneImages(ctx); return len(l), err },
+		"Branch": func() (any, error) {
+			s, err := c.Branch(ctx, "sb0", client.BranchRequest{Mode: client.BranchDiff, Wait: client.Bool(false)})
+			return string(s.Status), err
+		},
+		"ForkRunning": func() (any, error) {
+			r, err := c.ForkRunning(ctx, "sb0", client.ForkRunningRequest{N: client.Int(3), Tag: "b"})
+			return fmt.Sprintf("%d %v %s %s", len(r.Sandboxes), r.PauseMS, r.SnapshotID, r.Tag), err
+		},
+		"Suspend": func() (any, error) { s, err := c.Suspend(ctx, "sb0"); return string(s.State), err },
+		"Resume":  func() (any, error) { s, err := c.Resume(ctx, "sb0"); return string(s.State), err },
+		"SnapshotDiff": func() (any, error) {
+			s, err := c.SnapshotDiff(ctx, "py", client.DiffRequest{Tag: "b", Steps: []client.WarmUp{{Kind: "exec", Code: "true"}}}, nil)
+			return s.ParentTag, err
+		},
+		"Compact":    func() (any, error) { s, err := c.Compact(ctx, "py", "flat"); return s.Tag, err },
+		"Tree":       func() (any, error) { l, err := c.Tree(ctx); return l[0].Children[0].Snapshot.Tag, err },
+		"Workspaces": func() (any, error) { l, err := c.Workspaces(ctx); return len(l), err },
+		"CreateWorkspace": func() (any, error) {
+			w, err := c.CreateWorkspace(ctx, client.WorkspaceRequest{Name: "w", SnapshotTag: "py"})
+			return string(w.Status), err
+		},
+		"Workspace":        func() (any, error) { w, err := c.Workspace(ctx, "w"); return w.Name, err },
+		"DeleteWorkspace":  func() (any, error) { return true, c.DeleteWorkspace(ctx, "w") },
+		"SuspendWorkspace": func() (any, error) { w, err := c.SuspendWorkspace(ctx, "w"); return string(w.Status), err },
+		"ResumeWorkspace":  func() (any, error) { w, err := c.ResumeWorkspace(ctx, "w"); return string(w.Status), err },
 	}
 	got := map[string]any{}
 	for name, call := range calls {
@@ -103,6 +130,8 @@ func TestClientCalls(t *testing.T) {
 		"Health": true, "Version": "test", "Metrics": true, "Images": "i1", "Image": "i1", "BuildImage": "i1", "DeleteImage": true,
 		"Snapshots": "py", "CreateSnapshot": "s1", "SnapshotInfo": "abc", "DeleteSnapshot": true, "VerifySnapshot": true, "Pool": 2, "SetPool": 5,
 		"Fork": 2, "Sandboxes": 2, "Sandbox": "sb0", "Kill": true, "Extend": "sb0", "Stats": 400, "Ping": "1", "Exec": "err\xff\n", "Eval": "2", "Logs": "console\xff\n",
+		"PruneImages": 1, "Branch": "writing", "ForkRunning": "3 1.5 sn9 b", "Suspend": "suspended", "Resume": "running", "SnapshotDiff": "py", "Compact": "flat",
+		"Tree": "b1", "Workspaces": 0, "CreateWorkspace": "running", "Workspace": "w", "DeleteWorkspace": true, "SuspendWorkspace": "suspended", "ResumeWorkspace": "running",
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("answers (-want +got):\n%s", diff)

@@ -62,38 +62,62 @@ func TestContract(t *testing.T) {
 	t.Parallel()
 	c := loadContract(t)
 	openapi3filter.RegisterBodyDecoder("application/yaml", openapi3filter.PlainBodyDecoder)
+	openapi3filter.RegisterBodyDecoder("text/event-stream", openapi3filter.PlainBodyDecoder)
 	f := newFixture(t)
-	exchanges := []struct{ method, path, body, accept string }{
-		{"GET", "/healthz", "", ""},
-		{"GET", "/version", "", ""},
-		{"GET", "/metrics", "", ""},
-		{"GET", "/openapi.yaml", "", ""},
-		{"GET", "/v1/images", "", ""},
-		{"POST", "/v1/images", `{"name": "py", "packages": ["python3-numpy"], "force": true}`, ""},
-		{"GET", "/v1/images/py", "", ""},
-		{"DELETE", "/v1/images/py", "", ""},
-		{"GET", "/v1/snapshots", "", ""},
-		{"POST", "/v1/snapshots", `{"tag": "t", "image": "py", "warm_up": [{"kind": "eval", "code": "1"}]}`, ""},
-		{"POST", "/v1/snapshots", `{"tag": "t", "kernel": "/k", "rootfs": "py", "rw": false, "boot_wait_secs": 10, "tap": null}`, ""},
-		{"DELETE", "/v1/snapshots/py?force=true", "", ""},
-		{"GET", "/v1/snapshots/py/info", "", ""},
-		{"POST", "/v1/snapshots/py/verify", "", ""},
-		{"GET", "/v1/snapshots/py/pool", "", ""},
-		{"PUT", "/v1/snapshots/py/pool", `{"size": 3}`, ""},
-		{"GET", "/v1/sandboxes", "", ""},
-		{"GET", "/v1/sandboxes?all=true", "", ""},
-		{"POST", "/v1/sandboxes", `{"snapshot_tag": "py", "n": 3, "per_child_netns": true, "memory_limit_mib": 256}`, ""},
-		{"POST", "/v1/sandboxes", `{"snapshot_tag": "py", "report": true}`, ""},
-		{"GET", "/v1/sandboxes/sb1", "", ""},
-		{"DELETE", "/v1/sandboxes/sb1", "", ""},
-		{"POST", "/v1/sandboxes/sb1/ping", "", ""},
-		{"POST", "/v1/sandboxes/sb1/exec", `{"args": ["ls"], "timeout_secs": 30}`, ""},
-		{"POST", "/v1/sandboxes/sb1/exec", `{"args": ["ls"], "encoding": "base64"}`, ""},
-		{"POST", "/v1/sandboxes/sb1/eval", `{"code": "1+1"}`, ""},
-		{"GET", "/v1/sandboxes/sb1/logs", "", ""},
-		{"POST", "/v1/sandboxes/sb1/timeout", `{"timeout_secs": 60}`, ""},
-		{"GET", "/v1/sandboxes/sb1/stats", "", ""},
+	exchanges := []struct{ method, path, body string }{
+		{"GET", "/healthz", ""},
+		{"GET", "/version", ""},
+		{"GET", "/metrics", ""},
+		{"GET", "/openapi.yaml", ""},
+		{"GET", "/v1/images", ""},
+		{"POST", "/v1/images", `{"name": "py", "packages": ["python3-numpy"], "force": true}`},
+		{"GET", "/v1/images/py", ""},
+		{"DELETE", "/v1/images/py", ""},
+		{"GET", "/v1/snapshots", ""},
+		{"POST", "/v1/snapshots", `{"tag": "t", "image": "py", "warm_up": [{"kind": "eval", "code": "1"}]}`},
+		{"POST", "/v1/snapshots", `{"tag": "t", "kernel": "/k", "rootfs": "py", "rw": false, "boot_wait_secs": 10, "tap": null}`},
+		{"DELETE", "/v1/snapshots/py?force=true", ""},
+		{"GET", "/v1/snapshots/py/info", ""},
+		{"POST", "/v1/snapshots/py/verify", ""},
+		{"GET", "/v1/snapshots/py/pool", ""},
+		{"PUT", "/v1/snapshots/py/pool", `{"size": 3}`},
+		{"GET", "/v1/sandboxes", ""},
+		{"GET", "/v1/sandboxes?all=true", ""},
+		{"POST", "/v1/sandboxes", `{"snapshot_tag": "py", "n": 3, "per_child_netns": true, "memory_limit_mib": 256}`},
+		{"POST", "/v1/sandboxes", `{"snapshot_tag": "py", "report": true}`},
+		{"GET", "/v1/sandboxes/sb1", ""},
+		{"DELETE", "/v1/sandboxes/sb1", ""},
+		{"POST", "/v1/sandboxes/sb1/ping", ""},
+		{"POST", "/v1/sandboxes/sb1/exec", `{"args": ["ls"], "timeout_secs": 30}`},
+		{"POST", "/v1/sandboxes/sb1/exec", `{"args": ["ls"], "encoding": "base64"}`},
+		{"POST", "/v1/sandboxes/sb1/eval", `{"code": "1+1"}`},
+		{"GET", "/v1/sandboxes/sb1/logs", ""},
+		{"POST", "/v1/sandboxes/sb1/timeout", `{"timeout_secs": 60}`},
+		{"GET", "/v1/sandboxes/sb1/stats", ""},
+		{"GET", "/v1/tree", ""},
+		{"POST", "/v1/images/prune", ""},
+		{"POST", "/v1/snapshots/py/diff", `{"tag": "b", "steps": [{"kind": "exec", "code": "true"}], "timeout_secs": 9, "env": {"A": "1"}}`},
+		{"POST", "/v1/snapshots/py/compact", `{"to": "flat"}`},
+		{"GET", "/v1/snapshots/py/pack", ""},
+		{"GET", "/v1/snapshots/py/pack/contents", ""},
+		{"POST", "/v1/snapshots/unpack?tag=new", "pack"},
+		{"POST", "/v1/sandboxes/sb1/branch", ""},
+		{"POST", "/v1/sandboxes/sb1/branch", `{"tag": "b", "mode": "live", "wait": false}`},
+		{"POST", "/v1/sandboxes/sb1/branch", `{"diff": true, "parent_tag": "py"}`},
+		{"POST", "/v1/sandboxes/sb1/fork", ""},
+		{"POST", "/v1/sandboxes/sb1/fork", `{"n": 3, "tag": "b", "env": {"A": "1"}, "report": true}`},
+		{"POST", "/v1/sandboxes/sb1/suspend", ""},
+		{"POST", "/v1/sandboxes/sb1/resume", ""},
+		{"GET", "/v1/workspaces", ""},
+		{"POST", "/v1/workspaces", `{"name": "w", "snapshot_tag": "py", "per_child_netns": true, "memory_limit_mib": 256}`},
+		{"GET", "/v1/workspaces/w", ""},
+		{"DELETE", "/v1/workspaces/w", ""},
+		{"POST", "/v1/workspaces/w/suspend", `{"diff": true}`},
+		{"POST", "/v1/workspaces/w/suspend", ""},
+		{"POST", "/v1/workspaces/w/resume", ""},
+		{"GET", "/v1/events", ""},
 	}
+	f.server.Events.Close() // the stream ends at once
 	tried := map[string]bool{}
 	for _, x := range exchanges {
 		got, err := f.exchange(t, c, x.method, x.path, x.body)
@@ -143,13 +167,17 @@ func TestContractOfErrors(t *testing.T) {
 
 func (f *fixture) exchange(t *testing.T, c *contract, method, path, body string) (answer, error) {
 	t.Helper()
-	got := f.do(t, method, path, body)
+	kind := "application/json"
+	if strings.Contains(path, "/unpack") {
+		kind = octets
+	}
+	got := f.do(t, method, path, body, "Content-Type", kind)
 	req, err := http.NewRequestWithContext(t.Context(), method, path, bytes.NewReader([]byte(body)))
 	if err != nil {
 		t.Fatal(err)
 	}
 	if body != "" {
-		req.Header.Set("Content-Type", "application/json")
+		req.Header.Set("Content-Type", kind)
 	}
 	return got, c.check(t.Context(), req, got)
 }

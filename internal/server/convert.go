@@ -29,6 +29,7 @@ func snapshotInfo(s sandbox.Snapshot) api.SnapshotInfo {
 		Engine: s.Engine, EngineVersion: s.EngineVersion, Accel: s.Accel, Python: s.Python,
 		MemoryLogicalBytes: s.LogicalBytes, MemoryPhysicalBytes: s.PhysicalBytes, VmstateBytes: s.DeviceBytes,
 		Resident: s.Resident, BootWarmMS: millis(s.BootWarm), ParentTag: s.ParentTag, Pool: poolStatus(s.Pool),
+		PauseMS: millis(s.Pause), DiffMS: millis(s.DiffTime), DiffPhysicalBytes: s.DiffPhysicalBytes, DiffLogicalBytes: s.DiffLogicalBytes,
 	}
 }
 
@@ -42,6 +43,7 @@ func snapshotDetail(s sandbox.Snapshot, parentHash string) api.SnapshotDetail {
 		BranchedFrom: s.BranchedFrom, Warning: s.Warning, Status: api.SnapshotDetailStatus(s.Status), Bootable: s.Bootable,
 		Image: s.Image, MemMiB: s.MemMiB, VCPUs: s.VCPUs, Engine: s.Engine, EngineVersion: s.EngineVersion, Accel: s.Accel,
 		Python: s.Python, Resident: s.Resident, BootWarmMS: millis(s.BootWarm), Pool: poolStatus(s.Pool),
+		PauseMS: millis(s.Pause), DiffMS: millis(s.DiffTime), DiffPhysicalBytes: s.DiffPhysicalBytes, DiffLogicalBytes: s.DiffLogicalBytes,
 	}
 }
 
@@ -52,6 +54,7 @@ func sandboxInfo(s sandbox.Sandbox) api.SandboxInfo {
 		CreatedAtUnix: s.CreatedAt.Unix(), DeadlineUnix: unixOrNull(s.Deadline), EndedAtUnix: unixOrNull(s.EndedAt),
 		PID: s.PID, MemoryLimitMiB: orNull(s.MemoryLimitMiB), HasBranched: s.BranchCount > 0, BranchCount: s.BranchCount,
 		Path: s.Path, Env: s.Env, Metadata: metadata(s.Metadata), ReadyMS: millis(s.ReadyIn),
+		Name: s.Name, AutoSuspendSecs: s.AutoSuspend.Seconds(), AutoResume: s.AutoResume, SuspendedAtUnix: unixOrZero(s.SuspendedAt),
 	}
 }
 
@@ -97,6 +100,13 @@ func unixOrNull(t time.Time) *int64 {
 	}
 	secs := t.Unix()
 	return &secs
+}
+
+func unixOrZero(t time.Time) int64 {
+	if t.IsZero() {
+		return 0
+	}
+	return t.Unix()
 }
 
 func millis(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }

@@ -37,6 +37,15 @@ func decode(w http.ResponseWriter, r *http.Request, limit int64, dst any, requir
 	return unmarshal(body, dst, required...)
 }
 
+// decodeOptional is decode for a body that may be left out.
+func decodeOptional(w http.ResponseWriter, r *http.Request, limit int64, dst any) error {
+	body, err := readBody(w, r, limit)
+	if err != nil || len(bytes.TrimSpace(body)) == 0 {
+		return err
+	}
+	return unmarshal(body, dst)
+}
+
 // readBody reads the whole body, at most limit bytes.
 func readBody(w http.ResponseWriter, r *http.Request, limit int64) ([]byte, error) {
 	if err := checkContentType(r); err != nil {

@@ -14,6 +14,7 @@ import (
 	"github.com/forkd/forkd/api"
 	"github.com/forkd/forkd/internal/image"
 	"github.com/forkd/forkd/internal/sandbox"
+	"github.com/forkd/forkd/internal/transfer"
 )
 
 // Codes that only the interface itself has; the others are the domain's.
@@ -29,6 +30,9 @@ const (
 // statusClientGone is what logs and metrics show when the client left before the answer; nobody receives it.
 const statusClientGone = 499
 
+// errClientGone is the error of a client that left in the middle of its request.
+var errClientGone = errors.New("the client left")
+
 // statusOf is the HTTP status of a code.
 func statusOf(code sandbox.Code) int {
 	switch code {
@@ -36,23 +40,24 @@ func statusOf(code sandbox.Code) int {
 		return http.StatusBadRequest
 	case codeUnauthorized:
 		return http.StatusUnauthorized
-	case codeForbidden:
+	case codeForbidden, transfer.CodeUntrustedPack:
 		return http.StatusForbidden
 	case sandbox.CodeSnapshotNotFound, sandbox.CodeSandboxNotFound, sandbox.CodeImageNotFound, codeNotFound:
 		return http.StatusNotFound
 	case codeMethodNotAllowed:
 		return http.StatusMethodNotAllowed
-	case sandbox.CodeSnapshotExists, sandbox.CodeImageExists, sandbox.CodeSnapshotInUse, sandbox.CodeImageInUse, sandbox.CodeInvalidState:
+	case sandbox.CodeSnapshotExists, sandbox.CodeImageExists, sandbox.CodeSandboxExists, sandbox.CodeSnapshotInUse, sandbox.CodeImageInUse, sandbox.CodeInvalidState:
 		return http.StatusConflict
 	case sandbox.CodeSandboxGone:
 		return http.StatusGone
 	case codeBodyTooLarge:
 		return http.StatusRequestEntityTooLarge
-	case sandbox.CodeNoInterpreter, sandbox.CodeWarmUpFailed, sandbox.CodeSnapshotCorrupt, sandbox.CodeSnapshotIncompatible, codeIdempotencyKeyReused:
+	case sandbox.CodeNoInterpreter, sandbox.CodeWarmUpFailed, sandbox.CodeSnapshotCorrupt, sandbox.CodeSnapshotIncompatible, transfer.CodeInvalidPack,
+		codeIdempotencyKeyReused:
 		return http.StatusUnprocessableEntity
 	case sandbox.CodeGuestUnreachable:
 		return http.StatusBadGateway
-	case sandbox.CodeInsufficientMemory, sandbox.CodeQueueFull, sandbox.CodeShuttingDown, sandbox.CodeEngineUnavailable:
+	case sandbox.CodeInsufficientMemory, sandbox.CodeQueueFull, sandbox.CodeBranchCap, sandbox.CodeShuttingDown, sandbox.CodeEngineUnavailable:
 		return http.StatusServiceUnavailable
 	case sandbox.CodeTimeout:
 		return http.StatusGatewayTimeout
@@ -65,7 +70,7 @@ func statusOf(code sandbox.Code) int {
 
 // retryable says which codes get a Retry-After even when the domain doesn't know how long.
 func retryable(code sandbox.Code) bool {
-	return code == sandbox.CodeInsufficientMemory || code == sandbox.CodeQueueFull
+	return code == sandbox.CodeInsufficientMemory || code == sandbox.CodeQueueFull || code == sandbox.CodeBranchCap
 }
 
 // invalid is a 400 that names what is wrong with the request.
@@ -103,7 +108,8 @@ func describe(err error) api.Error {
 // writeError answers with err's status and body. A client that left gets nothing, but logs and metrics see 499.
 func writeError(w http.ResponseWriter, r *http.Request, err error) {
 	err = endedByStop(r, err)
-	if r.Context().Err() != nil && errors.Is(err, context.Canceled) {
+	if errors.Is(err, errClientGone) || r.Context().Err() != nil && errors.Is(err, context.Canceled) {
+		noteError(r.Context(), err)
 		w.WriteHeader(statusClientGone)
 		return
 	}

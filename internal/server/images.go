@@ -51,6 +51,15 @@ func (s *Server) deleteImage(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
+func (s *Server) pruneImages(w http.ResponseWriter, r *http.Request) error {
+	removed, err := s.Images.Prune(r.Context())
+	if err != nil {
+		return err
+	}
+	writeJSON(w, http.StatusOK, api.PruneResult{Removed: mapped(removed, imageInfo)})
+	return nil
+}
+
 func (s *Server) buildImage(w http.ResponseWriter, r *http.Request) error {
 	var req api.ImageBuildRequest
 	if err := decode(w, r, maxBody, &req, "name"); err != nil {

@@ -76,6 +76,7 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 
 var (
 	descSandboxes = desc("sandboxes", "Sandboxes by state.", "state")
+	descBranches  = desc("branches", "Running sandboxes that are being frozen, and requests that wait for their turn to be.", "state")
 	descPool      = desc("pool_children", "Children of pools: ready to be claimed, or being made.", "state")
 	descSnapshots = desc("snapshots", "Snapshots.")
 	descLaunches  = desc("launches", "Launch slots in use, and launches that wait for one.", "state")
@@ -101,6 +102,9 @@ func (c *statsCollector) Collect(out chan<- prometheus.Metric) {
 	}
 	gauge(descSandboxes, float64(s.Running), "running")
 	gauge(descSandboxes, float64(s.Starting), "starting")
+	gauge(descSandboxes, float64(s.Suspended), "suspended")
+	gauge(descBranches, float64(s.BranchesActive), "active")
+	gauge(descBranches, float64(s.BranchesQueued), "queued")
 	gauge(descPool, float64(s.PoolReady), "ready")
 	gauge(descPool, float64(s.PoolFills), "filling")
 	gauge(descSnapshots, float64(s.Snapshots))

@@ -95,6 +95,10 @@ func (s *Server) observe(next http.Handler) http.Handler {
 // recovered answers for a handler that panicked. The daemon stays up: a bug in one request must not end the others. When half an
 // answer is out already the connection must be cut: only that tells the client.
 func (s *Server) recovered(w *recorder, r *http.Request, p any) (abort bool) {
+	if p == http.ErrAbortHandler { // by intent: see abort
+		s.Log.Warn("an answer is broken off", "request_id", requestID(r.Context()), "error", noteOf(r.Context()).err)
+		return true
+	}
 	s.Log.Error("panic in a handler", "request_id", requestID(r.Context()), "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
 	if w.status != 0 {
 		return true
@@ -102,6 +106,12 @@ func (s *Server) recovered(w *recorder, r *http.Request, p any) (abort bool) {
 	writeError(w, r, &sandbox.Error{Code: sandbox.CodeInternal, Message: "the daemon failed on this request by a mistake of its own",
 		Hint: "the daemon's log has more under this request id"})
 	return false
+}
+
+// abort cuts the connection of an answer that can't be finished: whoever takes what came for all of it is told by that.
+func abort(r *http.Request, err error) {
+	noteError(r.Context(), err)
+	panic(http.ErrAbortHandler)
 }
 
 func (s *Server) logRequest(r *http.Request, n *note, status int, took time.Duration) {

@@ -53,6 +53,20 @@ func pathID(r *http.Request) (string, error) {
 	return id, nil
 }
 
+func checkName(name string) error {
+	if !namePattern.MatchString(name) {
+		return invalid(nameHint, "the name %q can't be used", shorten(name))
+	}
+	return nil
+}
+
+func memoryLimit(mib *int) (int, error) {
+	if mib == nil {
+		return 0, nil
+	}
+	return *mib, between("memory_limit_mib", *mib, 0, maxSize)
+}
+
 func imageName(r *http.Request) (string, error) {
 	name := r.PathValue("name")
 	if !namePattern.MatchString(name) {

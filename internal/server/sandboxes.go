@@ -94,7 +94,16 @@ func (s *Server) fork(w http.ResponseWriter, r *http.Request) error {
 		s.abandon(r, results)
 		return err
 	}
-	return writeForked(w, results, body.Report)
+	report, first := forkReport(results)
+	if len(report.Sandboxes) == 0 && first != nil {
+		return first
+	}
+	var whole any
+	if body.Report {
+		whole = report
+	}
+	writeForked(w, report, whole)
+	return nil
 }
 
 func forkRequest(b api.ForkRequest) (sandbox.ForkRequest, error) {
@@ -113,19 +122,28 @@ func forkRequest(b api.ForkRequest) (sandbox.ForkRequest, error) {
 	if err != nil {
 		return none, err
 	}
-	limit := 0
-	if b.MemoryLimitMiB != nil {
-		limit = *b.MemoryLimitMiB
-	}
-	if err := between("memory_limit_mib", limit, 0, maxSize); err != nil {
+	limit, err := memoryLimit(b.MemoryLimitMiB)
+	if err != nil {
 		return none, err
 	}
 	if err := checkEnv(b.Env); err != nil {
 		return none, err
 	}
+	idle, err := duration("auto_suspend_secs", b.AutoSuspendSecs, maxLife)
+	if err != nil {
+		return none, err
+	}
+	if b.Name != "" {
+		if err := checkName(b.Name); err != nil {
+			return none, err
+		}
+		if n != 1 {
+			return none, invalid("leave the name out, or ask for one sandbox", "%d sandboxes can't all be named %q", n, b.Name)
+		}
+	}
 	path, err := forkPath(b.Path)
 	return sandbox.ForkRequest{Tag: b.SnapshotTag, N: n, Env: b.Env, Metadata: b.Metadata, Timeout: timeout,
-		MemoryLimitMiB: limit, Path: path}, err
+		MemoryLimitMiB: limit, Path: path, Name: b.Name, AutoSuspend: idle, AutoResume: b.AutoResume}, err
 }
 
 func forkPath(p api.ForkRequestPath) (sandbox.Path, error) {
@@ -153,37 +171,37 @@ func (s *Server) abandon(r *http.Request, results []sandbox.ForkResult) {
 	}
 }
 
-// writeForked answers a fork; docs/decisions/0002-partial-fork-results.md says why in this way.
-func writeForked(w http.ResponseWriter, results []sandbox.ForkResult, report bool) error {
-	out := api.ForkReport{Sandboxes: []api.SandboxInfo{}, Errors: []api.ForkError{}}
-	var first error
+// forkReport sorts the children of a fork into those that are ready and those that failed. first is the first one's error.
+func forkReport(results []sandbox.ForkResult) (report api.ForkReport, first error) {
+	report = api.ForkReport{Sandboxes: []api.SandboxInfo{}, Errors: []api.ForkError{}}
 	for i, res := range results {
 		if res.Err == nil {
-			out.Sandboxes = append(out.Sandboxes, sandboxInfo(*res.Sandbox))
+			report.Sandboxes = append(report.Sandboxes, sandboxInfo(*res.Sandbox))
 			continue
 		}
 		if first == nil {
 			first = res.Err
 		}
 		e := describe(res.Err)
-		out.Errors = append(out.Errors, api.ForkError{Index: i, Error: e.Error, Code: e.Code, Hint: e.Hint, RetryAfterSecs: e.RetryAfterSecs})
+		report.Errors = append(report.Errors, api.ForkError{Index: i, Error: e.Error, Code: e.Code, Hint: e.Hint, RetryAfterSecs: e.RetryAfterSecs})
 	}
-	if len(out.Sandboxes) == 0 && first != nil {
-		return first
+	return report, first
+}
+
+// writeForked answers a fork; docs/decisions/0002-partial-fork-results.md says why in this way. whole is what is answered to who asked for
+// a report; nil: nobody did.
+func writeForked(w http.ResponseWriter, report api.ForkReport, whole any) {
+	status := http.StatusCreated
+	if len(report.Errors) > 0 {
+		w.Header().Set("Forkd-Failed", strconv.Itoa(len(report.Errors)))
+		w.Header().Set("Forkd-Error", headerSafe(report.Errors[0].Code+": "+report.Errors[0].Error))
+		status = http.StatusMultiStatus
 	}
-	if first != nil {
-		w.Header().Set("Forkd-Failed", strconv.Itoa(len(out.Errors)))
-		w.Header().Set("Forkd-Error", headerSafe(out.Errors[0].Code+": "+out.Errors[0].Error))
+	if whole == nil {
+		writeJSON(w, http.StatusCreated, report.Sandboxes)
+		return
 	}
-	switch {
-	case !report:
-		writeJSON(w, http.StatusCreated, out.Sandboxes)
-	case first != nil:
-		writeJSON(w, http.StatusMultiStatus, out)
-	default:
-		writeJSON(w, http.StatusCreated, out)
-	}
-	return nil
+	writeJSON(w, status, whole)
 }
 
 // headerSafe keeps a message on one line of a header.

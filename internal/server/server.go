@@ -18,6 +18,8 @@ var errStopping = errors.New("the daemon is stopping")
 type Config struct {
 	Service Service
 	Images  Images
+	Packs   Packs
+	Events  *Events // nil: nothing is told
 	Version api.Version
 	Token   string // needed over TCP; "" means none
 	Log     *slog.Logger
@@ -34,6 +36,9 @@ type Server struct {
 
 // New returns a server that serves nothing yet.
 func New(cfg Config) *Server {
+	if cfg.Events == nil {
+		cfg.Events = NewEvents()
+	}
 	s := &Server{Config: cfg, replays: newReplays(replayWindow, replayEntries, replayBytes)}
 	s.life, s.stop = context.WithCancelCause(context.Background())
 	s.metrics = newMetrics(cfg.Service.Stats)
@@ -56,19 +61,27 @@ func (s *Server) routes() []route {
 		{"GET", "/version", s.version, false},
 		{"GET", "/metrics", s.metrics.serve, false},
 		{"GET", "/openapi.yaml", s.spec, false},
+		{"GET", "/v1/events", s.events, false},
 
 		{"GET", "/v1/images", s.listImages, false},
 		{"POST", "/v1/images", s.buildImage, true},
+		{"POST", "/v1/images/prune", s.pruneImages, false},
 		{"GET", "/v1/images/{name}", s.getImage, false},
 		{"DELETE", "/v1/images/{name}", s.deleteImage, false},
 
 		{"GET", "/v1/snapshots", s.listSnapshots, false},
 		{"POST", "/v1/snapshots", s.createSnapshot, true},
+		{"POST", "/v1/snapshots/unpack", s.unpack, false},
 		{"DELETE", "/v1/snapshots/{tag}", s.deleteSnapshot, false},
 		{"GET", "/v1/snapshots/{tag}/info", s.snapshotInfo, false},
 		{"POST", "/v1/snapshots/{tag}/verify", s.verifySnapshot, false},
+		{"POST", "/v1/snapshots/{tag}/diff", s.diff, true},
+		{"POST", "/v1/snapshots/{tag}/compact", s.compact, true},
+		{"GET", "/v1/snapshots/{tag}/pack", s.pack, false},
+		{"GET", "/v1/snapshots/{tag}/pack/contents", s.packContents, false},
 		{"GET", "/v1/snapshots/{tag}/pool", s.getPool, false},
 		{"PUT", "/v1/snapshots/{tag}/pool", s.setPool, false},
+		{"GET", "/v1/tree", s.tree, false},
 
 		{"GET", "/v1/sandboxes", s.listSandboxes, false},
 		{"POST", "/v1/sandboxes", s.fork, true},
@@ -80,6 +93,17 @@ func (s *Server) routes() []route {
 		{"GET", "/v1/sandboxes/{id}/logs", s.logs, false},
 		{"POST", "/v1/sandboxes/{id}/timeout", s.extend, false},
 		{"GET", "/v1/sandboxes/{id}/stats", s.sandboxStats, false},
+		{"POST", "/v1/sandboxes/{id}/branch", s.branch, true},
+		{"POST", "/v1/sandboxes/{id}/fork", s.forkRunning, true},
+		{"POST", "/v1/sandboxes/{id}/suspend", s.suspend, false},
+		{"POST", "/v1/sandboxes/{id}/resume", s.resume, false},
+
+		{"GET", "/v1/workspaces", s.listWorkspaces, false},
+		{"POST", "/v1/workspaces", s.createWorkspace, true},
+		{"GET", "/v1/workspaces/{name}", s.getWorkspace, false},
+		{"DELETE", "/v1/workspaces/{name}", s.deleteWorkspace, false},
+		{"POST", "/v1/workspaces/{name}/suspend", s.suspendWorkspace, false},
+		{"POST", "/v1/workspaces/{name}/resume", s.resumeWorkspace, false},
 	}
 }
 
@@ -93,6 +117,9 @@ func (s *Server) Handler(trusted bool) http.Handler {
 		methods[rt.path] = append(methods[rt.path], rt.method)
 	}
 	for path, allowed := range methods {
+		if verb(path) {
+			continue // the name's own path says what is allowed
+		}
 		mux.Handle(path, s.answer(route{path: path, handle: methodNotAllowed(allowed)}))
 	}
 	mux.Handle("/", s.answer(route{path: "other", handle: notFound}))
@@ -102,6 +129,11 @@ func (s *Server) Handler(trusted bool) http.Handler {
 		h = s.guard(h)
 	}
 	return s.observe(h)
+}
+
+// verb reports whether a path is one that a name could have as well: what has such a name must stay within reach of the other methods.
+func verb(path string) bool {
+	return path == "/v1/images/prune" || path == "/v1/snapshots/unpack"
 }
 
 // answer makes an http.Handler of a route.

@@ -21,6 +21,7 @@ import (
 	"github.com/forkd/forkd/api"
 	"github.com/forkd/forkd/internal/image"
 	"github.com/forkd/forkd/internal/sandbox"
+	"github.com/forkd/forkd/internal/transfer"
 )
 
 func readAnswer(t *testing.T, conn net.Conn, req *http.Request) answer {
@@ -62,6 +63,10 @@ func TestErrors(t *testing.T) {
 		{&sandbox.Error{Code: sandbox.CodeSnapshotIncompatible}, 422, "snapshot_incompatible", ""},
 		{&sandbox.Error{Code: sandbox.CodeInsufficientMemory}, 503, "insufficient_memory", "1"},
 		{&sandbox.Error{Code: sandbox.CodeQueueFull, RetryAfter: 2500 * time.Millisecond}, 503, "queue_full", "3"},
+		{&sandbox.Error{Code: sandbox.CodeBranchCap}, 503, "too_many_branches", "1"},
+		{&sandbox.Error{Code: sandbox.CodeSandboxExists}, 409, "sandbox_exists", ""},
+		{&sandbox.Error{Code: transfer.CodeInvalidPack}, 422, "invalid_pack", ""},
+		{&sandbox.Error{Code: transfer.CodeUntrustedPack}, 403, "untrusted_pack", ""},
 		{&sandbox.Error{Code: sandbox.CodeShuttingDown}, 503, "shutting_down", ""},
 		{&sandbox.Error{Code: sandbox.CodeEngineUnavailable}, 503, "engine_unavailable", ""},
 		{&sandbox.Error{Code: sandbox.CodeDiskFull}, 507, "disk_full", ""},

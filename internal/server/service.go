@@ -2,11 +2,13 @@ package server
 
 import (
 	"context"
+	"io"
 	"time"
 
 	"github.com/forkd/forkd/internal/image"
 	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/sandbox"
+	"github.com/forkd/forkd/internal/transfer"
 )
 
 // Service is what the handlers need of the domain. *sandbox.Manager has it.
@@ -15,6 +17,7 @@ type Service interface {
 	Pools
 	Sandboxes
 	Guests
+	Graph
 	Stats() sandbox.Stats
 }
 
@@ -52,10 +55,30 @@ type Guests interface {
 	Usage(ctx context.Context, id string) (memory.Usage, error)
 }
 
+// Graph makes snapshots of what runs, and of other snapshots.
+type Graph interface {
+	Branch(ctx context.Context, id string, req sandbox.BranchRequest) (sandbox.Snapshot, error)
+	ForkRunning(ctx context.Context, id string, req sandbox.ForkRunningRequest) (sandbox.ForkRunningResult, error)
+	SnapshotDiff(context.Context, sandbox.DiffRequest, func(sandbox.Progress)) (sandbox.Snapshot, error)
+	Compact(ctx context.Context, from, to string) (sandbox.Snapshot, error)
+	Tree(context.Context) ([]sandbox.TreeNode, error)
+	Suspend(ctx context.Context, id string) (sandbox.Sandbox, error)
+	Resume(ctx context.Context, id string) (sandbox.Sandbox, error)
+	SandboxByName(ctx context.Context, name string) (sandbox.Sandbox, error)
+}
+
+// Packs moves snapshots out and in. *transfer.Service has it.
+type Packs interface {
+	Head(ctx context.Context, tag string) (transfer.Head, error)
+	Pack(ctx context.Context, tag string, w io.Writer, signature []byte) error
+	Unpack(ctx context.Context, r io.Reader, req transfer.UnpackRequest, progress func(sandbox.Progress)) (transfer.Unpacked, error)
+}
+
 // Images builds and keeps root file systems. *image.Store has most of it; Remove must know who uses an image.
 type Images interface {
 	Build(context.Context, image.BuildSpec, func(image.Progress)) (image.Image, error)
 	Get(nameOrID string) (image.Image, error)
 	List() ([]image.Image, error)
 	Remove(ctx context.Context, nameOrID string) error
+	Prune(context.Context) ([]image.Image, error)
 }

@@ -28,9 +28,7 @@ func (s *Server) createSnapshot(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	out := newStream(w, r, body.Stream)
-	snap, err := s.Service.CreateSnapshot(r.Context(), req, func(p sandbox.Progress) {
-		out.progress(api.ProgressEvent{Step: p.Step, Detail: p.Detail, Done: p.Done, Total: p.Total})
-	})
+	snap, err := s.Service.CreateSnapshot(r.Context(), req, out.step)
 	if err != nil {
 		return out.fail(r, err)
 	}
@@ -64,15 +62,21 @@ func (s *Server) snapshotRequest(r *http.Request, b api.SnapshotRequest) (sandbo
 	if err := checkEnv(b.Env); err != nil {
 		return none, err
 	}
-	req := sandbox.SnapshotRequest{Tag: b.Tag, Image: img, MemMiB: b.MemMiB, VCPUs: b.VCPUs, Probe: b.Probe, Timeout: timeout,
-		Env: b.Env, PoolSize: b.PoolSize}
-	for i, w := range b.WarmUp {
+	steps, err := warmUps("warm_up", b.WarmUp)
+	return sandbox.SnapshotRequest{Tag: b.Tag, Image: img, MemMiB: b.MemMiB, VCPUs: b.VCPUs, Probe: b.Probe, Timeout: timeout,
+		Env: b.Env, PoolSize: b.PoolSize, WarmUp: steps}, err
+}
+
+// warmUps reads what is to be run before a freeze.
+func warmUps(field string, in []api.WarmUp) ([]sandbox.WarmUp, error) {
+	var out []sandbox.WarmUp
+	for i, w := range in {
 		if !w.Kind.Valid() || w.Code == "" {
-			return none, invalid(`a warm-up is {"kind": "exec" or "eval", "code": "…"}`, "warm_up %d has the kind %q and %d bytes of code", i, w.Kind, len(w.Code))
+			return nil, invalid(`one is {"kind": "exec" or "eval", "code": "…"}`, "%s %d has the kind %q and %d bytes of code", field, i, w.Kind, len(w.Code))
 		}
-		req.WarmUp = append(req.WarmUp, sandbox.WarmUp{Kind: sandbox.WarmUpKind(w.Kind), Code: w.Code})
+		out = append(out, sandbox.WarmUp{Kind: sandbox.WarmUpKind(w.Kind), Code: w.Code})
 	}
-	return req, nil
+	return out, nil
 }
 
 // requestedImage finds the image in our field, or in the published ones that name files of the host.

@@ -7,6 +7,7 @@ import (
 	"sync"
 
 	"github.com/forkd/forkd/api"
+	"github.com/forkd/forkd/internal/sandbox"
 )
 
 const ndjson = "application/x-ndjson"
@@ -36,6 +37,11 @@ func (s *stream) progress(e api.ProgressEvent) {
 		e.Event = api.ProgressEventEventProgress
 		s.send(e)
 	}
+}
+
+// step is progress in the domain's words.
+func (s *stream) step(p sandbox.Progress) {
+	s.progress(api.ProgressEvent{Step: p.Step, Detail: p.Detail, Done: p.Done, Total: p.Total})
 }
 
 // finish answers with the result: as the last event, or as the whole answer.

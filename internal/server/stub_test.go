@@ -18,25 +18,35 @@ import (
 	"github.com/forkd/forkd/internal/image"
 	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/sandbox"
+	"github.com/forkd/forkd/internal/transfer"
 )
 
 // stub is a domain that remembers what it was asked for and answers with fixed values. The funcs replace an answer.
 type stub struct {
-	fork     func(context.Context, sandbox.ForkRequest) ([]sandbox.ForkResult, error)
-	snapshot func(context.Context, func(sandbox.Progress)) (sandbox.Snapshot, error)
-	exec     func(context.Context, sandbox.ExecRequest) (sandbox.ExecResult, error)
-	eval     func(sandbox.EvalRequest) (sandbox.EvalResult, error)
-	fail     error // the answer of everything that has no func
+	fork        func(context.Context, sandbox.ForkRequest) ([]sandbox.ForkResult, error)
+	snapshot    func(context.Context, func(sandbox.Progress)) (sandbox.Snapshot, error)
+	exec        func(context.Context, sandbox.ExecRequest) (sandbox.ExecResult, error)
+	eval        func(sandbox.EvalRequest) (sandbox.EvalResult, error)
+	forkRunning func(sandbox.ForkRunningRequest) (sandbox.ForkRunningResult, error)
+	unpack      func(io.Reader, func(sandbox.Progress)) (transfer.Unpacked, error)
+	packBreaks  bool
+	ended       []sandbox.Sandbox // instead of the one that is made up
+	fail        error             // the answer of everything that has no func
 
-	mu       sync.Mutex
-	forks    []sandbox.ForkRequest
-	snaps    []sandbox.SnapshotRequest
-	execs    []sandbox.ExecRequest
-	evals    []sandbox.EvalRequest
-	builds   []image.BuildSpec
-	killed   []string
-	deleted  []sandbox.DeleteMode
-	extended []time.Duration
+	mu                                     sync.Mutex
+	forks                                  []sandbox.ForkRequest
+	snaps                                  []sandbox.SnapshotRequest
+	execs                                  []sandbox.ExecRequest
+	evals                                  []sandbox.EvalRequest
+	builds                                 []image.BuildSpec
+	killed                                 []string
+	deleted                                []sandbox.DeleteMode
+	extended                               []time.Duration
+	branches                               []sandbox.BranchRequest
+	runningForks                           []sandbox.ForkRunningRequest
+	diffs                                  []sandbox.DiffRequest
+	compacted, moved, signatures, unpacked []string
+	unpacks                                []transfer.UnpackRequest
 }
 
 var stubTime = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
@@ -109,6 +119,9 @@ func (s *stub) Sandboxes(context.Context) ([]sandbox.Sandbox, error) {
 	return []sandbox.Sandbox{stubSandbox(0)}, s.fail
 }
 func (s *stub) Ended(context.Context) ([]sandbox.Sandbox, error) {
+	if s.ended != nil {
+		return s.ended, s.fail
+	}
 	ended := stubSandbox(1)
 	ended.State, ended.EndedAt = sandbox.StateStopped, stubTime
 	return []sandbox.Sandbox{ended}, s.fail
@@ -177,7 +190,7 @@ type fixture struct {
 func newFixture(t *testing.T, change ...func(*Config)) *fixture {
 	t.Helper()
 	s := &stub{}
-	cfg := Config{Service: s, Images: stubImages{s}, Version: api.Version{Version: "test", API: api.VersionAPIV1}, Log: slog.New(slog.DiscardHandler)}
+	cfg := Config{Service: s, Images: stubImages{s}, Packs: stubPacks{s}, Version: api.Version{Version: "test", API: api.VersionAPIV1}, Log: slog.New(slog.DiscardHandler)}
 	for _, f := range change {
 		f(&cfg)
 	}

@@ -87,7 +87,7 @@ func newHost(t *testing.T) *host {
 		t.Fatal(err)
 	}
 	d := &fakeDomain{tags: map[string]sandbox.Snapshot{}, inUse: map[string]error{}}
-	return &host{Service: New(store, images, d), fakeDomain: d, dir: dir}
+	return &host{Service: New(Config{Snapshots: store, Images: images, Domain: d}), fakeDomain: d, dir: dir}
 }
 
 // newSource is a host with a chain of two snapshots: base and tip.

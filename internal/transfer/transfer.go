@@ -7,6 +7,7 @@ import (
 	"io"
 	"time"
 
+	"github.com/forkd/forkd/internal/failpoint"
 	"github.com/forkd/forkd/internal/image"
 	"github.com/forkd/forkd/internal/sandbox"
 	"github.com/forkd/forkd/internal/snapshot"
@@ -24,17 +25,31 @@ type Domain interface {
 	ImageInUse(id string) error
 }
 
+// Config is what a Service works with. It takes none of it over.
+type Config struct {
+	Snapshots  *snapshot.Store
+	Images     *image.Store
+	Domain     Domain         // over the same stores
+	Failpoints *failpoint.Set // for tests; nil: none
+}
+
 // Service packs and unpacks. Its methods may be called concurrently.
 type Service struct {
 	store  *snapshot.Store
 	images *image.Store
 	domain Domain
+	points *failpoint.Set
 	holds  holds
 }
 
-// New returns a Service over the stores that domain works with. It takes none of them over.
-func New(store *snapshot.Store, images *image.Store, domain Domain) *Service {
-	return &Service{store: store, images: images, domain: domain, holds: holds{count: map[string]int{}}}
+// New returns a Service.
+func New(cfg Config) *Service {
+	return &Service{store: cfg.Snapshots, images: cfg.Images, domain: cfg.Domain, points: cfg.Failpoints, holds: holds{count: map[string]int{}}}
+}
+
+// Points returns the names of the failpoints of this package: each stands before a step that outlives a crash of the daemon.
+func Points() []string {
+	return []string{string(pack.StepJournal), string(pack.StepImage), string(pack.StepPublish), string(pack.StepAdmit), string(pack.StepDone)}
 }
 
 // Recover takes back what unpackings of a daemon that crashed had published in part. recorded tells of a snapshot whether the domain's
@@ -108,6 +123,7 @@ func (s *Service) Unpack(ctx context.Context, r io.Reader, req UnpackRequest, te
 	res, err := pack.Unpack(ctx, r, s.store, parts, pack.UnpackOptions{
 		RequireSignature: req.Signers,
 		Progress:         throttled(tell),
+		Hook:             func(step pack.Step) error { return s.points.Hit(ctx, string(step)) },
 		Admit: func(ctx context.Context, m snapshot.Manifest) error {
 			if tag == "" {
 				tag = m.ID
