@@ -184,8 +184,7 @@ func (m *Manager) awaken(ctx context.Context, c *child, who individual) error {
 	wrote := c.tap.next()
 	answer := make(chan error, 1)
 	go func() { // its end is awaited below
-		_, err := c.agent.Identify(ctx, who.identity())
-		answer <- err
+		answer <- identify(ctx, c.agent, who.identity())
 	}()
 	grace := time.NewTimer(tapGrace)
 	defer grace.Stop()
