@@ -142,18 +142,21 @@ func (r *remote) settle(ctx context.Context) error {
 	}
 }
 
-// useGate takes the instruction that the thread stands behind for ours.
+// useGate takes the instruction that the thread stands behind for ours; or before, if it was stopped just when the kernel had set it
+// back to make its call anew.
 func (r *remote) useGate() error {
-	var insn [len(syscallInsn)]byte
-	gate := r.saved.Rip - uint64(len(insn))
-	if _, err := unix.PtracePeekText(r.tid, uintptr(gate), insn[:]); err != nil {
-		return fmt.Errorf("read instruction at %#x: %w", gate, err)
+	behind := r.saved.Rip - uint64(len(syscallInsn))
+	for _, gate := range []uint64{behind, r.saved.Rip} {
+		var insn [len(syscallInsn)]byte
+		if _, err := unix.PtracePeekText(r.tid, uintptr(gate), insn[:]); err != nil {
+			return fmt.Errorf("read instruction at %#x: %w", gate, err)
+		}
+		if insn == syscallInsn && r.saved.Cs == userCode64 {
+			r.gate = gate
+			return nil
+		}
 	}
-	if insn != syscallInsn || r.saved.Cs != userCode64 {
-		return fmt.Errorf("is in a system call but not behind a 64-bit syscall instruction (%x at %#x): it can't be used", insn, gate)
-	}
-	r.gate = gate
-	return nil
+	return fmt.Errorf("is in a system call but not at a 64-bit syscall instruction (%#x): it can't be used", behind)
 }
 
 // putOff turns the system call that the thread is about to make into none; restored, it will make it anew.
@@ -161,7 +164,7 @@ func (r *remote) putOff(ctx context.Context) error {
 	if err := unix.PtraceGetRegs(r.tid, &r.saved); err != nil {
 		return fmt.Errorf("read registers: %w", err)
 	}
-	if err := r.useGate(); err != nil {
+	if err := r.useGate(); err != nil { // it is the one behind
 		return err
 	}
 	skip := r.saved
