@@ -229,28 +229,6 @@ func (m *machine) Pause(ctx context.Context) error { return m.do(ctx, "stop", ni
 // Resume implements vmm.Machine.
 func (m *machine) Resume(ctx context.Context) error { return m.do(ctx, "cont", nil, nil) }
 
-// SaveState implements vmm.Machine.
-func (m *machine) SaveState(ctx context.Context, w *os.File) error {
-	own, err := os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", w.Fd()), os.O_WRONLY|os.O_TRUNC, 0)
-	if err != nil {
-		return fmt.Errorf("device state file: %w", err)
-	}
-	defer own.Close()
-	var set struct {
-		ID int `json:"fdset-id"`
-	}
-	if err := m.do(ctx, "add-fd", nil, &set, own); err != nil {
-		return fmt.Errorf("save device state: %w", err)
-	}
-	file := fmt.Sprintf("/dev/fdset/%d", set.ID)
-	err = m.do(ctx, "xen-save-devices-state", map[string]any{"filename": file, "live": false}, nil)
-	err = errors.Join(err, m.do(ctx, "remove-fd", map[string]any{"fdset-id": set.ID}, nil))
-	if err != nil {
-		return fmt.Errorf("save device state: %w", err)
-	}
-	return nil
-}
-
 // SendFile implements vmm.FileReceiver.
 func (m *machine) SendFile(ctx context.Context, f *os.File) (int, error) {
 	return m.session.sendFile(ctx, f)
