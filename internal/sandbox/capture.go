@@ -60,8 +60,13 @@ func (m *Manager) capture(ctx context.Context, c *child, how capturing) (_ *inst
 			return nil, err
 		}
 	}
-	h := &holder{m: m, c: c, device: device, how: how}
+	h := &holder{m: m, c: c, how: how}
+	release, err := h.stage(ctx, device)
+	if err != nil {
+		return nil, err
+	}
 	defer func() {
+		m.warn(release(context.WithoutCancel(ctx)), "tidy up after a capture", c.id)
 		if err != nil || !how.stay {
 			c.tap.free()
 		}
@@ -77,34 +82,62 @@ func (m *Manager) capture(ctx context.Context, c *child, how capturing) (_ *inst
 	if err := memory.Seal(device); err != nil {
 		return nil, errors.Join(err, got.Layer.File.Close(), m.revive(ctx, c, how.stay, err))
 	}
+	m.log.Debug("captured", "id", c.id, "mode", got.Mode, "pause", h.took, "stop", h.stopped, "save", h.saved, "hold", got.Times.Hold, "resume", got.Times.Resume,
+		"line", got.Times.Stop-h.stopped-h.saved, "ahead", got.Times.Ahead, "after", got.Times.After, "pages", got.Pages, "noted", got.Noted, "faults", got.Faults)
 	return &instant{Captured: *got, device: device, base: c.image.Image(), pause: h.took}, nil
 }
 
 // holder stops a machine and lets it go on. What is between the two must be short and always the same: no logging, no database.
 type holder struct {
-	m      *Manager
-	c      *child
-	device *os.File
-	how    capturing
+	m    *Manager
+	c    *child
+	how  capturing
+	save func(context.Context) error
 
-	began time.Time
-	took  time.Duration
+	began   time.Time
+	stopped time.Duration // until no vCPU ran
+	saved   time.Duration // until the device state was saved, after that
+	took    time.Duration // until it went on, in all
 }
+
+// stager is a machine that can do ahead, while it runs, most of what saving its state takes.
+type stager interface {
+	// StageState returns what saves the state to w when the machine is paused, and what gives back what that needs.
+	StageState(ctx context.Context, w *os.File) (save, release func(context.Context) error, err error)
+}
+
+// stage gets ready to save the device state.
+func (h *holder) stage(ctx context.Context, device *os.File) (release func(context.Context) error, err error) {
+	if s, ok := h.c.machine.(stager); ok {
+		h.save, release, err = s.StageState(ctx, device)
+		return release, err
+	}
+	h.save = func(ctx context.Context) error { return h.c.machine.SaveState(ctx, device) }
+	return func(context.Context) error { return nil }, nil
+}
+
+// freezeLimit bounds what the monitor is asked to do in a pause.
+const freezeLimit = 10 * time.Second
 
 func (h *holder) pause(ctx context.Context) error {
 	if err := h.holdLine(ctx); err != nil {
 		return err
 	}
+	// Who asked for this may give up, but not between two words to the monitor: it could not be told to let the guest go on then.
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), freezeLimit)
+	defer cancel()
 	h.began = time.Now()
 	if err := h.c.machine.Pause(ctx); err != nil {
 		return err
 	}
+	h.stopped = time.Since(h.began)
 	if err := h.m.hit(ctx, pointBranchPaused); err != nil {
 		return err
 	}
-	if err := h.c.machine.SaveState(ctx, h.device); err != nil {
+	if err := h.save(ctx); err != nil {
 		return err
 	}
+	h.saved = time.Since(h.began) - h.stopped
 	return h.m.hit(ctx, pointBranchSaved)
 }
 
@@ -147,7 +180,10 @@ func (m *Manager) revive(ctx context.Context, c *child, stayed bool, why error) 
 	defer cancel()
 	var err error
 	for range reviveTries {
-		if err = c.machine.Resume(ctx); err == nil || errors.Is(err, vmm.ErrGone) {
+		if err = c.machine.Resume(ctx); err == nil {
+			return nil
+		}
+		if errors.Is(err, vmm.ErrGone) && endsNow(c.machine, err) {
 			return nil
 		}
 		if !pauseFor(ctx, reviveRest) {
