@@ -61,10 +61,17 @@ func (p *process) wait(limit time.Duration) bool {
 	}
 }
 
+// endTime is how long the end of a process is waited for that has lost its memory or a thread already: giving back gigabytes takes
+// a while, and the end comes after that.
+const endTime = 5 * time.Second
+
 // blame says that the process is gone where that is what is behind an error of something done to it.
 func (p *process) blame(err error) error {
 	if err == nil || errors.Is(err, vmm.ErrGone) {
 		return err
+	}
+	if errors.Is(err, unix.ESRCH) || errors.Is(err, errThreadEnded) || errors.Is(err, errUnmapped) {
+		p.wait(endTime)
 	}
 	if gone := p.gone(); gone != nil {
 		return fmt.Errorf("%w (%w)", gone, err)

@@ -17,9 +17,6 @@ import (
 // can be had.
 var ErrNotPermitted = errors.New("may not act in another process")
 
-// endTime is how long the end of a process that has lost a thread is waited for.
-const endTime = 2 * time.Second
-
 // restoreTime is how long giving a thread back to itself may take once its injected calls are over.
 const restoreTime = 2 * time.Second
 
@@ -63,11 +60,7 @@ func inThread(ctx context.Context, p *process, do func(*remote) error) error {
 		runtime.LockOSThread()
 		done <- trace(ctx, p, tid, do)
 	}()
-	err = <-done
-	if errors.Is(err, unix.ESRCH) || errors.Is(err, errThreadEnded) {
-		p.wait(endTime) // its end is complete when our thread has let go of it
-	}
-	if err != nil {
+	if err := <-done; err != nil {
 		return p.blame(fmt.Errorf("thread %d of monitor %d: %w", tid, p.PID, err))
 	}
 	return nil

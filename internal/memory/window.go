@@ -220,6 +220,9 @@ func (c *capture) inPause(ctx context.Context, hold func() error) (err error) {
 	if err := c.opt.Failpoints.Hit(ctx, PointAhead); err != nil {
 		return err
 	}
+	if err := context.Cause(ctx); err != nil {
+		return err
+	}
 	times := &c.result.Times
 	paused := time.Now()
 	times.Ahead = paused.Sub(c.start)
