@@ -61,6 +61,18 @@ func (m *Manager) capture(ctx context.Context, c *child, how capturing) (_ *inst
 		}
 	}
 	h := &holder{m: m, c: c, how: how}
+	got, err := h.run(ctx, device)
+	if err != nil {
+		return nil, err
+	}
+	m.log.Debug("captured", "id", c.id, "mode", got.Mode, "pause", h.took, "stop", h.stopped, "save", h.saved, "hold", got.Times.Hold, "resume", got.Times.Resume,
+		"line", got.Times.Stop-h.stopped-h.saved, "ahead", got.Times.Ahead, "after", got.Times.After, "pages", got.Pages, "noted", got.Noted, "faults", got.Faults)
+	return &instant{Captured: *got, device: device, base: c.image.Image(), pause: h.took}, nil
+}
+
+// run captures the machine's memory, and its device state into a memfd.
+func (h *holder) run(ctx context.Context, device *os.File) (_ *memory.Captured, err error) {
+	m, c, how := h.m, h.c, h.how
 	release, err := h.stage(ctx, device)
 	if err != nil {
 		return nil, err
@@ -82,9 +94,7 @@ func (m *Manager) capture(ctx context.Context, c *child, how capturing) (_ *inst
 	if err := memory.Seal(device); err != nil {
 		return nil, errors.Join(err, got.Layer.File.Close(), m.revive(ctx, c, how.stay, err))
 	}
-	m.log.Debug("captured", "id", c.id, "mode", got.Mode, "pause", h.took, "stop", h.stopped, "save", h.saved, "hold", got.Times.Hold, "resume", got.Times.Resume,
-		"line", got.Times.Stop-h.stopped-h.saved, "ahead", got.Times.Ahead, "after", got.Times.After, "pages", got.Pages, "noted", got.Noted, "faults", got.Faults)
-	return &instant{Captured: *got, device: device, base: c.image.Image(), pause: h.took}, nil
+	return got, nil
 }
 
 // holder stops a machine and lets it go on. What is between the two must be short and always the same: no logging, no database.

@@ -175,46 +175,43 @@ func (m *Manager) recoverSandboxes(ctx context.Context, r *Recovery) error {
 	if err != nil {
 		return err
 	}
-	var mu sync.Mutex // guards r and forget
 	var forget []string
+	aborted := 0
+	var mu sync.Mutex // guards r
+	count := func(n *int, found bool, err error) error {
+		mu.Lock()
+		defer mu.Unlock()
+		if !found {
+			n = &r.Lost
+		}
+		*n++
+		return err
+	}
 	jobs, jobsCtx := errgroup.WithContext(ctx)
 	jobs.SetLimit(max(4, 2*m.limits.Launches))
 	for _, rec := range recs {
 		switch {
 		case State(rec.State) == StateStarting:
-			r.Aborted++
+			aborted++
 			forget = append(forget, rec.ID)
 		case !rec.EndedAt.IsZero() && rec.Reason == reasonKilled: // Kill was about to forget it
 			forget = append(forget, rec.ID)
 		case State(rec.State) == StateSuspended:
-			found, err := m.readoptSuspended(ctx, rec)
-			if err != nil {
-				return errors.Join(err, jobs.Wait())
-			}
-			mu.Lock()
-			if found {
-				r.Suspended++
-			} else {
-				r.Lost++
-			}
-			mu.Unlock()
+			jobs.Go(func() error {
+				found, err := m.readoptSuspended(jobsCtx, rec)
+				return count(&r.Suspended, found, err)
+			})
 		case State(rec.State) == StateRunning:
 			jobs.Go(func() error {
-				adopted, err := m.readopt(jobsCtx, rec)
-				mu.Lock()
-				defer mu.Unlock()
-				if adopted {
-					r.Adopted++
-				} else {
-					r.Lost++
-				}
-				return err
+				found, err := m.readopt(jobsCtx, rec)
+				return count(&r.Adopted, found, err)
 			})
 		}
 	}
 	if err := jobs.Wait(); err != nil {
 		return err
 	}
+	r.Aborted = aborted
 	if err := m.reap(r); err != nil {
 		return err
 	}

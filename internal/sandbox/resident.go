@@ -46,13 +46,6 @@ func (l *liveSnapshot) land(ref *memory.Ref) {
 	close(l.captured)
 }
 
-// image is valid until releaseImage. Preconditions: it has landed.
-func (l *liveSnapshot) image() *memory.Image {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.ref.Image()
-}
-
 // releaseImage lets the memory go when nobody else uses it. Releasing twice is harmless.
 func (l *liveSnapshot) releaseImage() {
 	if l == nil {

@@ -37,7 +37,7 @@ var resumePoints = launchPoints{prepared: pointResumePrepared, loaded: pointResu
 
 // resume starts a machine from what the sandbox was suspended to. It returns false when the sandbox is not suspended, after whatever others
 // were doing with it. On an error it is suspended as before.
-func (m *Manager) resume(ctx context.Context, b *box) (_ bool, err error) {
+func (m *Manager) resume(ctx context.Context, b *box) (bool, error) {
 	unlock, err := b.lock(ctx)
 	if err != nil {
 		return false, err
@@ -49,42 +49,49 @@ func (m *Manager) resume(ctx context.Context, b *box) (_ bool, err error) {
 	if !suspended {
 		return false, nil
 	}
-	begin := time.Now()
 	m.mu.Lock()
 	f.forks++
 	m.mu.Unlock()
 	defer m.unuse(f)
+	if err := m.restart(ctx, b, f); err != nil {
+		m.noteCorrupt(f, err)
+		return false, fault(err, "resume sandbox %s", b.id)
+	}
+	return true, nil
+}
+
+// restart starts the machine. Preconditions: the sandbox is suspended to f, and nobody else resumes it.
+func (m *Manager) restart(ctx context.Context, b *box, f *frozen) (err error) {
+	begin := time.Now()
 	undo := &cleanup{}
 	defer func() {
 		if err != nil {
-			m.noteCorrupt(f, err)
 			m.warn(undo.run(), "unwind a resumption", b.id)
-			err = fault(err, "resume sandbox %s", b.id)
 		}
 	}()
 	grants, err := m.admit(f, ForkRequest{}, 1)
 	if err != nil {
-		return false, err
+		return err
 	}
 	undo.add(func() error { grants[0].release(); return nil })
 	turn := m.launches.enqueue(false)
 	defer turn.release()
 	if err := turn.wait(ctx); err != nil {
-		return false, err
+		return err
 	}
 	// It was that individual before; hooks are for those that were not.
 	who := individual{name: b.id, env: f.manifest.Recipe.Env, same: true}
 	c, err := m.launch(ctx, f, b.id, grants[0], who, resumePoints)
 	if err != nil {
-		return false, err
+		return err
 	}
 	undo.add(c.dispose)
 	if err := m.rerun(ctx, b, c, time.Since(begin)); err != nil {
-		return false, err
+		return err
 	}
 	m.warn(m.hit(ctx, pointResumeRunning), "resume a sandbox", b.id)
 	m.watch(b, c)
-	return true, nil
+	return nil
 }
 
 // rerun makes a suspended sandbox run in a new machine. When it returns an error the sandbox is as before.
