@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"bytes"
 	"cmp"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -67,6 +68,9 @@ func readGuestMap(p *process, img *Image) (*guestMap, error) {
 	return g, nil
 }
 
+// errUnmapped is also what a process looks like that is ending: its memory goes first.
+var errUnmapped = errors.New("none of it is mapped: is that the image it was started from?")
+
 func newGuestMap(mappings []Mapping, pages uint64) (*guestMap, error) {
 	slices.SortFunc(mappings, func(a, b Mapping) int { return cmp.Compare(a.First, b.First) })
 	g := &guestMap{mappings: mappings}
@@ -81,6 +85,9 @@ func newGuestMap(mappings []Mapping, pages uint64) (*guestMap, error) {
 			continue
 		}
 		g.runs = append(g.runs, m)
+	}
+	if next == 0 {
+		return nil, errUnmapped
 	}
 	if next != pages {
 		return nil, fmt.Errorf("%d of %d pages are mapped: is that the image it was started from?", next, pages)

@@ -69,10 +69,12 @@ func startProcess(binary, dir string, args []string, files []*os.File) (*process
 		return nil, fmt.Errorf("start %s: %w", binary, err)
 	}
 	p.id = vmm.Process{PID: cmd.Process.Pid, Dir: dir}
+	// Before it is reaped: until then its number is its own, even if it has ended already.
+	_, p.id.StartTicks, err = processStat(p.id.PID)
 	go p.reap(r)
-	if p.id.StartTicks, err = startTicks(p.id.PID); err != nil {
+	if err != nil {
 		p.kill()
-		return nil, fmt.Errorf("QEMU ended at once: %s: %w", p.stderr.String(), err)
+		return nil, fmt.Errorf("start time of QEMU: %w", err)
 	}
 	return p, nil
 }
@@ -185,21 +187,28 @@ func (p *process) clean() error {
 	return nil
 }
 
-// startTicks is field 22 of /proc/PID/stat: the start time in clock ticks since boot.
+// startTicks is the start time of a process that lives.
 func startTicks(pid int) (uint64, error) {
+	state, ticks, err := processStat(pid)
+	if err == nil && state == "Z" {
+		err = fmt.Errorf("process %d has ended", pid)
+	}
+	return ticks, err
+}
+
+// processStat reads /proc/PID/stat: the state, and field 22, the start time in clock ticks since boot.
+func processStat(pid int) (state string, ticks uint64, err error) {
 	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
 	if err != nil {
-		return 0, err
+		return "", 0, err
 	}
 	i := bytes.LastIndexByte(b, ')') // the name before it may hold anything
 	fields := strings.Fields(string(b[i+1:]))
 	if i < 0 || len(fields) < 20 {
-		return 0, fmt.Errorf("/proc/%d/stat: unexpected form", pid)
+		return "", 0, fmt.Errorf("/proc/%d/stat: unexpected form", pid)
 	}
-	if fields[0] == "Z" {
-		return 0, fmt.Errorf("process %d has ended", pid)
-	}
-	return strconv.ParseUint(fields[19], 10, 64)
+	ticks, err = strconv.ParseUint(fields[19], 10, 64)
+	return fields[0], ticks, err
 }
 
 // listen binds a Unix socket in dir and returns it as a file that QEMU can inherit.
