@@ -71,6 +71,8 @@ func leavesOf(node *kong.Node, path string) []leaf {
 // listing is the command that lists what an argument or a flag may be.
 func listing(path, name string) string {
 	switch {
+	case strings.HasPrefix(name, "name") && strings.HasPrefix(path, "workspace ") && path != "workspace create":
+		return "forkd workspace ls -q"
 	case strings.HasPrefix(name, "id"):
 		return "forkd ls -q"
 	case strings.HasPrefix(name, "tag") && path != "snapshot":
@@ -98,8 +100,10 @@ func bashScript(leaves []leaf) string {
 		}
 		b.WriteString(" ;;\n")
 	}
-	b.WriteString("  esac\n  case \"$prev\" in\n    --tag) [ \"$cmd\" = snapshot ] || { words=\"\"; names=\"forkd images -q\"; } ;;\n")
-	b.WriteString("    --image) words=\"\"; names=\"forkd image ls -q\" ;;\n  esac\n")
+	b.WriteString("  esac\n  case \"$cmd $prev\" in\n    \"snapshot --tag\"|\"branch --tag\"|\"snapshot-diff --tag\"|\"unpack --tag\"|*\" --to\") names=\"\" ;;\n")
+	b.WriteString("    \"fork --from\"|*\" --from-sandbox\") words=\"\"; names=\"forkd ls -q\" ;;\n")
+	b.WriteString("    *\" --tag\"|*\" --from\") words=\"\"; names=\"forkd images -q\" ;;\n")
+	b.WriteString("    *\" --image\") words=\"\"; names=\"forkd image ls -q\" ;;\n  esac\n")
 	b.WriteString("  [ -n \"$names\" ] && [ \"${cur#-}\" = \"$cur\" ] && words=\"$words $($names 2>/dev/null)\"\n")
 	b.WriteString("  COMPREPLY=($(compgen -W \"$words\" -- \"$cur\"))\n}\ncomplete -o default -F _forkd forkd\n")
 	return b.String()

@@ -11,7 +11,8 @@ import (
 )
 
 type forkCmd struct {
-	Tag            string            `required:"" help:"Tag of the snapshot."`
+	Tag            string            `help:"Tag of the snapshot; with --from: keep that instant under it."`
+	From           string            `placeholder:"ID" help:"Fork this running sandbox as it is now, instead of a snapshot."`
 	N              int               `short:"n" default:"1" help:"How many, 1 to 1000."`
 	Timeout        time.Duration     `help:"Kill them after this long. Default: never."`
 	Env            map[string]string `mapsep:"none" placeholder:"K=V" help:"Environment of every command in them. May be given again."`
@@ -19,6 +20,9 @@ type forkCmd struct {
 	MemoryLimitMiB int               `name:"memory-limit-mib" placeholder:"MIB" help:"Limit of the memory that each may add to the snapshot's."`
 	Pool           bool              `xor:"path" help:"Only take children that are ready in the pool."`
 	Cold           bool              `xor:"path" help:"Start new ones even when the pool has some."`
+	Name           string            `help:"A name for the sandbox; only with -n 1. It is a workspace then."`
+	AutoSuspend    time.Duration     `placeholder:"D" help:"Suspend them when nothing was asked of them for so long."`
+	AutoResume     bool              `help:"Bring them back when they are used while they are suspended."`
 	Quiet          bool              `short:"q" help:"Print ids only."`
 
 	// Published flags. The isolation and the branches that they ask for are always there.
@@ -32,11 +36,36 @@ func (c *forkCmd) Run(p *program) error {
 	if c.N < 1 || c.N > 1000 {
 		return badUsage("give -n from 1 to 1000", "-n %d sandboxes can't be started", c.N)
 	}
+	if c.Tag == "" && c.From == "" {
+		return badUsage("see `forkd fork --help`", "missing flags: --tag=TAG or --from=ID")
+	}
 	cl, err := p.client()
 	if err != nil {
 		return err
 	}
-	req := client.ForkRequest{SnapshotTag: c.Tag, N: client.Int(c.N), Env: c.Env, Metadata: c.Metadata, TimeoutSecs: c.Timeout.Seconds()}
+	sandboxes, err := c.fork(p, cl)
+	var partial *client.PartialError
+	if err != nil && !errors.As(err, &partial) {
+		return err
+	}
+	if c.From == "" || !p.cli.JSON { // else it is printed with what only such a fork has
+		if printErr := p.printForked(sandboxes, partial, c.Quiet); printErr != nil {
+			return printErr
+		}
+	}
+	if c.SettleSecs > 0 {
+		return errors.Join(err, p.settle(cl, sandboxes, time.Duration(c.SettleSecs)*time.Second))
+	}
+	return err
+}
+
+// fork starts the sandboxes.
+func (c *forkCmd) fork(p *program, cl *client.Client) ([]client.Sandbox, error) {
+	if c.From != "" {
+		return c.forkRunning(p, cl)
+	}
+	req := client.ForkRequest{SnapshotTag: c.Tag, N: client.Int(c.N), Env: c.Env, Metadata: c.Metadata, TimeoutSecs: c.Timeout.Seconds(),
+		Name: c.Name, AutoSuspendSecs: c.AutoSuspend.Seconds(), AutoResume: c.AutoResume}
 	if c.MemoryLimitMiB != 0 {
 		req.MemoryLimitMiB = client.Int(c.MemoryLimitMiB)
 	}
@@ -46,18 +75,35 @@ func (c *forkCmd) Run(p *program) error {
 	case c.Cold:
 		req.Path = api.ForkRequestPathCold
 	}
-	sandboxes, err := cl.Fork(p.ctx, req)
+	return cl.Fork(p.ctx, req)
+}
+
+// forkRunning starts the sandboxes from one that runs.
+func (c *forkCmd) forkRunning(p *program, cl *client.Client) ([]client.Sandbox, error) {
+	if c.Pool || c.Cold || c.Name != "" || c.AutoSuspend != 0 || c.AutoResume {
+		return nil, badUsage("see `forkd fork --help`", "--pool, --cold, --name, --auto-suspend and --auto-resume don't go with --from")
+	}
+	req := client.ForkRunningRequest{N: client.Int(c.N), Tag: c.Tag, Env: c.Env, Metadata: c.Metadata, TimeoutSecs: c.Timeout.Seconds()}
+	if c.MemoryLimitMiB != 0 {
+		req.MemoryLimitMiB = client.Int(c.MemoryLimitMiB)
+	}
+	forked, err := cl.ForkRunning(p.ctx, c.From, req)
 	var partial *client.PartialError
 	if err != nil && !errors.As(err, &partial) {
-		return err
+		return nil, err
 	}
-	if printErr := p.printForked(sandboxes, partial, c.Quiet); printErr != nil {
-		return printErr
+	if p.cli.JSON {
+		report := api.ForkRunningReport{Sandboxes: forked.Sandboxes, Errors: []api.ForkError{}, PauseMS: forked.PauseMS, SnapshotID: forked.SnapshotID}
+		if forked.Tag != "" {
+			report.Tag = &forked.Tag
+		}
+		if partial != nil {
+			report.Errors = partial.Failures
+		}
+		return forked.Sandboxes, errors.Join(p.printJSON(report), err)
 	}
-	if c.SettleSecs > 0 {
-		return errors.Join(err, p.settle(cl, sandboxes, time.Duration(c.SettleSecs)*time.Second))
-	}
-	return err
+	p.say("sandbox %s stood still for %s", c.From, millis(forked.PauseMS))
+	return forked.Sandboxes, err
 }
 
 func (p *program) printForked(sandboxes []client.Sandbox, partial *client.PartialError, quiet bool) error {

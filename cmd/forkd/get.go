@@ -7,6 +7,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/forkd/forkd/client"
 )
 
 type getCmd struct {
@@ -31,11 +33,31 @@ func (c *getCmd) Run(p *program) error {
 		limit = fmt.Sprintf("%d MiB", *s.MemoryLimitMiB)
 	}
 	return p.facts([][2]string{
-		{"id", s.ID}, {"snapshot", fmt.Sprintf("%s (%s)", s.SnapshotTag, s.SnapshotID)}, {"state", string(s.State)}, {"reason", s.Reason},
-		{"created", time.Unix(s.CreatedAtUnix, 0).Format(time.RFC3339)}, {"deadline", until(s.DeadlineUnix)},
+		{"id", s.ID}, {"name", s.Name}, {"snapshot", fmt.Sprintf("%s (%s)", s.SnapshotTag, s.SnapshotID)}, {"state", string(s.State)}, {"reason", s.Reason},
+		{"created", time.Unix(s.CreatedAtUnix, 0).Format(time.RFC3339)}, {"suspended", suspendedAt(s)}, {"deadline", until(s.DeadlineUnix)},
 		{"started", s.Path}, {"ready after", millis(s.ReadyMS)}, {"pid", strconv.Itoa(s.PID)}, {"memory limit", limit},
-		{"branches", strconv.Itoa(s.BranchCount)}, {"env", pairs(s.Env)}, {"metadata", pairs(s.Metadata)},
+		{"idle", idleRule(s)}, {"branches", strconv.Itoa(s.BranchCount)}, {"env", pairs(s.Env)}, {"metadata", pairs(s.Metadata)},
 	})
+}
+
+// idleRule says what becomes of a sandbox that nobody uses.
+func idleRule(s client.Sandbox) string {
+	var rules []string
+	if s.AutoSuspendSecs > 0 {
+		rules = append(rules, "suspended after "+millis(s.AutoSuspendSecs*1000))
+	}
+	if s.AutoResume {
+		rules = append(rules, "resumed when it is used")
+	}
+	return strings.Join(rules, ", ")
+}
+
+// suspendedAt is when a sandbox was suspended; "" when it is not.
+func suspendedAt(s client.Sandbox) string {
+	if s.SuspendedAtUnix == 0 {
+		return ""
+	}
+	return time.Unix(s.SuspendedAtUnix, 0).Format(time.RFC3339)
 }
 
 // pairs shows a map in a fixed order.

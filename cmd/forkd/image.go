@@ -5,4 +5,5 @@ type imageCmd struct {
 	Build imageBuildCmd `cmd:"" help:"Build an image from Debian packages, or from a root file system of your own."`
 	Ls    imageLsCmd    `cmd:"" help:"List the images."`
 	Rm    imageRmCmd    `cmd:"" help:"Remove images that no snapshot uses."`
+	Prune imagePruneCmd `cmd:"" help:"Remove images that lost their name to a newer one and that no snapshot uses."`
 }

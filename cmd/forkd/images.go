@@ -40,15 +40,19 @@ func (c *imagesCmd) Run(p *program) error {
 	return nil
 }
 
+// snapshotStatus is one or two words for whether a snapshot can be used.
+func snapshotStatus(s client.Snapshot) string {
+	if !s.Bootable && s.Status == "ready" {
+		return "not bootable"
+	}
+	return string(s.Status)
+}
+
 func (p *program) snapshotTable(list []client.Snapshot) error {
 	var rows [][]string
 	for _, s := range list {
-		status := string(s.Status)
-		if !s.Bootable && s.Status == "ready" {
-			status = "not bootable"
-		}
 		rows = append(rows, []string{s.Tag, dash(s.Image), size(s.MemoryLogicalBytes), size(s.MemoryPhysicalBytes), s.Engine + "/" + s.Accel,
-			fmt.Sprintf("%d of %d", s.Pool.Ready, s.Pool.Size), status, ago(s.CreatedAtUnix)})
+			fmt.Sprintf("%d of %d", s.Pool.Ready, s.Pool.Size), snapshotStatus(s), ago(s.CreatedAtUnix)})
 	}
 	return p.table([]string{"TAG", "IMAGE", "MEMORY", "ON DISK", "ENGINE", "POOL", "STATUS", "CREATED"}, rows)
 }

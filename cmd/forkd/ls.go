@@ -50,7 +50,7 @@ func (p *program) sandboxTable(list []client.Sandbox) error {
 		if s.PID != 0 {
 			pid = strconv.Itoa(s.PID)
 		}
-		rows = append(rows, []string{s.ID, dash(s.SnapshotTag), string(s.State), dash(s.Path), millis(s.ReadyMS), pid, ago(s.CreatedAtUnix), until(s.DeadlineUnix)})
+		rows = append(rows, []string{s.ID, dash(s.SnapshotTag), string(s.State), dash(s.Path), millis(s.ReadyMS), pid, ago(s.CreatedAtUnix), until(s.DeadlineUnix), dash(s.Name)})
 	}
-	return p.table([]string{"ID", "SNAPSHOT", "STATE", "PATH", "READY AFTER", "PID", "CREATED", "DEADLINE"}, rows)
+	return p.table([]string{"ID", "SNAPSHOT", "STATE", "PATH", "READY AFTER", "PID", "CREATED", "DEADLINE", "NAME"}, rows)
 }

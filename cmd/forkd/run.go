@@ -35,28 +35,40 @@ type cli struct {
 	URL  string `name:"url" placeholder:"URL" help:"Daemon: http://host:port or a socket's path. Default: $$FORKD_URL, else this host's socket."`
 	JSON bool   `name:"json" help:"Print results, and errors, as JSON."`
 
-	Fork   forkCmd   `cmd:"" group:"sandboxes" help:"Start sandboxes from a snapshot."`
-	Ls     lsCmd     `cmd:"" group:"sandboxes" help:"List the sandboxes."`
-	Get    getCmd    `cmd:"" group:"sandboxes" help:"Show one sandbox."`
-	Kill   killCmd   `cmd:"" group:"sandboxes" help:"Kill sandboxes."`
-	Ping   pingCmd   `cmd:"" group:"sandboxes" help:"Make a round trip to a sandbox's agent."`
-	Exec   execCmd   `cmd:"" group:"sandboxes" help:"Run a command in a sandbox."`
-	Eval   evalCmd   `cmd:"" group:"sandboxes" help:"Run Python in a sandbox's resident interpreter."`
-	Logs   logsCmd   `cmd:"" group:"sandboxes" help:"Show a sandbox's console."`
-	Extend extendCmd `cmd:"" group:"sandboxes" help:"Move a sandbox's deadline."`
-	Stats  statsCmd  `cmd:"" group:"sandboxes" help:"Show the memory that sandboxes use."`
+	Fork      forkCmd      `cmd:"" group:"sandboxes" help:"Start sandboxes from a snapshot."`
+	Ls        lsCmd        `cmd:"" group:"sandboxes" help:"List the sandboxes."`
+	Get       getCmd       `cmd:"" group:"sandboxes" help:"Show one sandbox."`
+	Kill      killCmd      `cmd:"" group:"sandboxes" help:"Kill sandboxes."`
+	Ping      pingCmd      `cmd:"" group:"sandboxes" help:"Make a round trip to a sandbox's agent."`
+	Exec      execCmd      `cmd:"" group:"sandboxes" help:"Run a command in a sandbox."`
+	Eval      evalCmd      `cmd:"" group:"sandboxes" help:"Run Python in a sandbox's resident interpreter."`
+	Logs      logsCmd      `cmd:"" group:"sandboxes" help:"Show a sandbox's console."`
+	Extend    extendCmd    `cmd:"" group:"sandboxes" help:"Move a sandbox's deadline."`
+	Branch    branchCmd    `cmd:"" group:"sandboxes" help:"Freeze a running sandbox into a new snapshot while it goes on."`
+	Suspend   suspendCmd   `cmd:"" group:"sandboxes" help:"Freeze sandboxes to disk and give their memory back."`
+	Resume    resumeCmd    `cmd:"" group:"sandboxes" help:"Bring suspended sandboxes back."`
+	Workspace workspaceCmd `cmd:"" group:"sandboxes" help:"Work with sandboxes that have a name."`
+	Stats     statsCmd     `cmd:"" group:"sandboxes" help:"Show the memory that sandboxes use."`
 
-	Image          imageCmd          `cmd:"" group:"snapshots" help:"Build, list and remove images."`
-	Snapshot       snapshotCmd       `cmd:"" group:"snapshots" help:"Boot an image, warm it up and freeze it."`
-	Images         imagesCmd         `cmd:"" group:"snapshots" help:"List the snapshots."`
-	SnapshotInfo   snapshotInfoCmd   `cmd:"" group:"snapshots" help:"Show sizes, lineage and settings of a snapshot."`
-	SnapshotVerify snapshotVerifyCmd `cmd:"" group:"snapshots" help:"Hash a snapshot's files again and compare."`
-	Rmi            rmiCmd            `cmd:"" group:"snapshots" help:"Delete snapshots."`
-	Pool           poolCmd           `cmd:"" group:"snapshots" help:"Show or set how many children of a snapshot are kept ready."`
+	Image           imageCmd           `cmd:"" group:"snapshots" help:"Build, list and remove images."`
+	Snapshot        snapshotCmd        `cmd:"" group:"snapshots" help:"Boot an image, warm it up and freeze it."`
+	Images          imagesCmd          `cmd:"" group:"snapshots" help:"List the snapshots."`
+	SnapshotInfo    snapshotInfoCmd    `cmd:"" group:"snapshots" help:"Show sizes, lineage and settings of a snapshot."`
+	SnapshotDiff    snapshotDiffCmd    `cmd:"" group:"snapshots" help:"Run something in a child of a snapshot and freeze what it changed."`
+	SnapshotCompact snapshotCompactCmd `cmd:"" group:"snapshots" help:"Store a snapshot anew so that it rests on no other."`
+	SnapshotVerify  snapshotVerifyCmd  `cmd:"" group:"snapshots" help:"Hash a snapshot's files again and compare."`
+	Tree            treeCmd            `cmd:"" group:"snapshots" help:"Show what rests on what."`
+	Rmi             rmiCmd             `cmd:"" group:"snapshots" help:"Delete snapshots."`
+	Pool            poolCmd            `cmd:"" group:"snapshots" help:"Show or set how many children of a snapshot are kept ready."`
+
+	Pack    packCmd    `cmd:"" group:"snapshots" help:"Write a snapshot with all it needs to one file."`
+	Unpack  unpackCmd  `cmd:"" group:"snapshots" help:"Take in a file that forkd pack wrote."`
+	PackKey packKeyCmd `cmd:"" group:"snapshots" help:"Make a key to sign packs with."`
 
 	Serve      serveCmd      `cmd:"" group:"daemon" help:"Run the daemon."`
 	Doctor     doctorCmd     `cmd:"" group:"daemon" help:"Find out whether this machine can run forkd, and what mends it."`
 	Version    versionCmd    `cmd:"" group:"daemon" help:"Show the versions of this program and of the daemon."`
+	Events     eventsCmd     `cmd:"" group:"daemon" help:"Show what changes, as it changes."`
 	Cleanup    cleanupCmd    `cmd:"" group:"daemon" help:"Remove what a dead daemon left."`
 	Demo       demoCmd       `cmd:"" group:"daemon" help:"Show what forkd does, from an image to forks, with a daemon of its own."`
 	Bench      benchCmd      `cmd:"" group:"daemon" help:"Measure forks of a snapshot."`

@@ -25,6 +25,7 @@ import (
 	"github.com/rogpeppe/go-internal/testscript"
 
 	"github.com/forkd/forkd/api"
+	"github.com/forkd/forkd/internal/failpoint"
 	"github.com/forkd/forkd/internal/vmm"
 	"github.com/forkd/forkd/internal/vmm/vmmtest"
 )
@@ -176,7 +177,7 @@ func cmdServe(ts *testscript.TestScript, neg bool, args []string) {
 	ts.Check(err)
 	defer log.Close()
 	cmd := forkdCommand(dir, "serve", append([]string{"--listen", "", "--log-level", "debug", "--drain-timeout", "10s"}, args...)...)
-	cmd.Env = append(cmd.Env, "NOTIFY_SOCKET="+socket, faultsEnv+"="+ts.Getenv(faultsEnv))
+	cmd.Env = append(cmd.Env, "NOTIFY_SOCKET="+socket, faultsEnv+"="+ts.Getenv(faultsEnv), failpoint.Variable+"="+ts.Getenv(failpoint.Variable))
 	cmd.Stdout, cmd.Stderr = log, log
 	ts.Check(cmd.Start())
 	p := theDaemon(ts)

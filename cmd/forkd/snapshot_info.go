@@ -2,8 +2,11 @@ package main
 
 import (
 	"fmt"
+	"strconv"
 	"strings"
 	"time"
+
+	"github.com/forkd/forkd/client"
 )
 
 type snapshotInfoCmd struct {
@@ -35,7 +38,24 @@ func (c *snapshotInfoCmd) Run(p *program) error {
 		{"memory", fmt.Sprintf("%s, %s on disk", size(s.MemoryLogicalBytes), size(s.MemoryPhysicalBytes))}, {"device state", size(s.VmstateBytes)},
 		{"boot and warm-up", millis(s.BootWarmMS)},
 		{"pool", fmt.Sprintf("%d of %d ready", s.Pool.Ready, s.Pool.Size)}, {"pool problem", s.Pool.Problem},
-		{"parent", parent}, {"ancestors", strings.Join(s.Ancestors, " → ")}, {"dependents", strings.Join(s.Dependents, ", ")},
-		{"branched from", s.BranchedFrom}, {"content hash", s.ContentHash}, {"directory", s.Dir},
+		{"parent", parent}, {"depth", strconv.Itoa(s.ChainDepth)}, {"ancestors", strings.Join(s.Ancestors, " → ")}, {"dependents", strings.Join(s.Dependents, ", ")},
+		{"branched from", s.BranchedFrom}, {"pause", nonzero(s.PauseMS, millis)}, {"changed", changed(s)},
+		{"content hash", s.ContentHash}, {"directory", s.Dir},
 	})
+}
+
+// changed is what a branch changed; "" for what is none.
+func changed(s client.SnapshotDetail) string {
+	if s.DiffLogicalBytes == 0 {
+		return ""
+	}
+	return fmt.Sprintf("%s, %s of it not zeros", size(s.DiffLogicalBytes), size(s.DiffPhysicalBytes))
+}
+
+// nonzero shows a value that stands for nothing when it is 0.
+func nonzero(v float64, show func(float64) string) string {
+	if v == 0 {
+		return ""
+	}
+	return show(v)
 }
