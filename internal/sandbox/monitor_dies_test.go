@@ -6,6 +6,8 @@ import (
 	"slices"
 	"syscall"
 	"testing"
+
+	"github.com/forkd/forkd/internal/memory"
 )
 
 // TestMonitorDiesDuring kills the monitor of a sandbox at every step of a branch and of a suspension, as the kernel does when memory is short.
