@@ -7,6 +7,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/forkd/forkd/internal/failpoint"
 	"github.com/forkd/forkd/internal/memory"
 )
 
