@@ -99,6 +99,11 @@ func (p *process) reap(stderr *os.File) {
 		io.Copy(&p.stderr, stderr)
 		stderr.Close()
 	}()
+	// The main thread of a QEMU may be stopped for a system call of ours (internal/memory), and the kernel reports every stop of a traced child
+	// to whoever in this process waits for it: Wait would take the first one for the end. A pidfd tells of nothing but that.
+	if p.pidfd >= 0 {
+		waitPidfd(p.pidfd)
+	}
 	err := p.cmd.Wait()
 	<-copied
 	p.release()

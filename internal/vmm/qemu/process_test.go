@@ -5,8 +5,12 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/forkd/forkd/internal/vmm"
 )
@@ -22,6 +26,34 @@ func TestProcessEnds(t *testing.T) {
 		t.Errorf("ended with %q, said %q, want exit status 3 and the reason", p.status, p.stderr.String())
 	}
 	p.kill() // after the end: nothing happens
+}
+
+// TestStopIsNoEnd stops a process as it is stopped for a system call of ours, and lets it go on.
+func TestStopIsNoEnd(t *testing.T) {
+	p, err := startProcess("/bin/sleep", t.TempDir(), []string{"60"}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.kill()
+	runtime.LockOSThread() // the tracer is a thread
+	defer runtime.UnlockOSThread()
+	for _, request := range []int{unix.PTRACE_SEIZE, unix.PTRACE_INTERRUPT} {
+		if _, _, e := unix.Syscall6(unix.SYS_PTRACE, uintptr(request), uintptr(p.id.PID), 0, 0, 0, 0); e != 0 {
+			t.Skipf("tracing is not possible here: %v", e)
+		}
+	}
+	select {
+	case <-p.done:
+		t.Errorf("a stopped process is said to have ended: %s", p.status)
+	case <-time.After(200 * time.Millisecond):
+	}
+	if err := unix.PtraceDetach(p.id.PID); err != nil {
+		t.Error(err)
+	}
+	p.kill()
+	if p.status != "signal: killed" {
+		t.Errorf("ended with %q, want it killed", p.status)
+	}
 }
 
 func TestKillWaitsAndCleans(t *testing.T) {
