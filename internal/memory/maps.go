@@ -69,7 +69,7 @@ func readGuestMap(p *process, img *Image) (*guestMap, error) {
 }
 
 // errUnmapped is also what a process looks like that is ending: its memory goes first.
-var errUnmapped = errors.New("none of it is mapped: is that the image it was started from?")
+var errUnmapped = errors.New("is that the image it was started from?")
 
 func newGuestMap(mappings []Mapping, pages uint64) (*guestMap, error) {
 	slices.SortFunc(mappings, func(a, b Mapping) int { return cmp.Compare(a.First, b.First) })
@@ -87,7 +87,7 @@ func newGuestMap(mappings []Mapping, pages uint64) (*guestMap, error) {
 		g.runs = append(g.runs, m)
 	}
 	if next == 0 {
-		return nil, errUnmapped
+		return nil, fmt.Errorf("0 of %d pages are mapped: %w", pages, errUnmapped)
 	}
 	if next != pages {
 		return nil, fmt.Errorf("%d of %d pages are mapped: is that the image it was started from?", next, pages)
