@@ -11,6 +11,8 @@ import (
 	"os"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/internal/vmm"
 )
 
 // The control protocol between a Fake and its machines: one connection carries one request, a line of JSON that may come with one
@@ -56,6 +58,9 @@ func call(ctx context.Context, dir string, req request, f *os.File) (reply, erro
 		return reply{}, context.Cause(ctx)
 	}
 	if err != nil {
+		if errors.Is(err, unix.ECONNRESET) {
+			err = fmt.Errorf("%w: %w", err, vmm.ErrGone) // it died with our question unread
+		}
 		return reply{}, fmt.Errorf("ask the fake machine to %s: %w", req.Op, err)
 	}
 	if r.Error != "" {
