@@ -47,6 +47,8 @@ func (p *program) branch(id string, req client.BranchRequest, quiet bool) error 
 	if quiet {
 		return p.lines([]string{snap.Tag})
 	}
-	p.say("sandbox %s stood still for %s", id, millis(snap.PauseMS))
+	if snap.PauseMS > 0 { // not told yet when nobody waits
+		p.say("sandbox %s stood still for %s", id, millis(snap.PauseMS))
+	}
 	return p.snapshotTable([]client.Snapshot{snap})
 }

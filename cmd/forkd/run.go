@@ -35,7 +35,7 @@ type cli struct {
 	URL  string `name:"url" placeholder:"URL" help:"Daemon: http://host:port or a socket's path. Default: $$FORKD_URL, else this host's socket."`
 	JSON bool   `name:"json" help:"Print results, and errors, as JSON."`
 
-	Fork      forkCmd      `cmd:"" group:"sandboxes" help:"Start sandboxes from a snapshot."`
+	Fork      forkCmd      `cmd:"" group:"sandboxes" help:"Start sandboxes from a snapshot, or from a running one."`
 	Ls        lsCmd        `cmd:"" group:"sandboxes" help:"List the sandboxes."`
 	Get       getCmd       `cmd:"" group:"sandboxes" help:"Show one sandbox."`
 	Kill      killCmd      `cmd:"" group:"sandboxes" help:"Kill sandboxes."`
@@ -50,7 +50,7 @@ type cli struct {
 	Workspace workspaceCmd `cmd:"" group:"sandboxes" help:"Work with sandboxes that have a name."`
 	Stats     statsCmd     `cmd:"" group:"sandboxes" help:"Show the memory that sandboxes use."`
 
-	Image           imageCmd           `cmd:"" group:"snapshots" help:"Build, list and remove images."`
+	Image           imageCmd           `cmd:"" group:"snapshots" help:"Build, list, remove and prune images."`
 	Snapshot        snapshotCmd        `cmd:"" group:"snapshots" help:"Boot an image, warm it up and freeze it."`
 	Images          imagesCmd          `cmd:"" group:"snapshots" help:"List the snapshots."`
 	SnapshotInfo    snapshotInfoCmd    `cmd:"" group:"snapshots" help:"Show sizes, lineage and settings of a snapshot."`

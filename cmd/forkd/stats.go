@@ -1,9 +1,12 @@
 package main
 
-import "github.com/forkd/forkd/client"
+import (
+	"github.com/forkd/forkd/api"
+	"github.com/forkd/forkd/client"
+)
 
 type statsCmd struct {
-	IDs []string `arg:"" optional:"" name:"ids" help:"Ids of sandboxes. Default: all."`
+	IDs []string `arg:"" optional:"" name:"ids" help:"Ids of sandboxes. Default: all that run."`
 }
 
 // Run shows the memory that sandboxes use.
@@ -18,13 +21,17 @@ func (c *statsCmd) Run(p *program) error {
 		if err != nil {
 			return err
 		}
-		targets = ids(list)
+		for _, s := range list {
+			if s.State == api.SandboxInfoStateRunning { // the others have no memory
+				targets = append(targets, s.ID)
+			}
+		}
 	}
 	all := []client.Stats{}
 	for _, id := range targets {
 		s, err := cl.Stats(p.ctx, id)
-		if len(c.IDs) == 0 && (client.IsCode(err, "sandbox_not_found") || client.IsCode(err, "sandbox_gone")) {
-			continue // it ended after it was listed
+		if len(c.IDs) == 0 && (client.IsCode(err, "sandbox_not_found") || client.IsCode(err, "sandbox_gone") || client.IsCode(err, "invalid_state")) {
+			continue // it ended or was suspended after it was listed
 		}
 		if err != nil {
 			return err
