@@ -32,7 +32,7 @@ type capturing struct {
 	mode memory.Mode
 	// stay: the machine is not let go on when it was captured: it stays paused, and its line held.
 	stay    bool
-	resumed func() // is called when the machine goes on; nil: nobody wants to know
+	resumed func(pause time.Duration) // is called when the machine goes on; nil: nobody wants to know
 }
 
 // capture takes the memory and the device state of a machine at one moment. Whatever happens, the machine runs afterwards, unless it has
@@ -169,7 +169,7 @@ func (h *holder) resume(ctx context.Context) error {
 	}
 	h.c.tap.free()
 	if h.how.resumed != nil {
-		h.how.resumed()
+		h.how.resumed(h.took)
 		h.how.resumed = nil
 	}
 	return nil
