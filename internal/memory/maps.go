@@ -4,12 +4,13 @@ import (
 	"bufio"
 	"bytes"
 	"cmp"
-	"errors"
 	"fmt"
 	"io"
 	"os"
 	"slices"
 	"strconv"
+
+	"golang.org/x/sys/unix"
 )
 
 // Mapping is a run of guest memory as a process maps it.
@@ -68,9 +69,6 @@ func readGuestMap(p *process, img *Image) (*guestMap, error) {
 	return g, nil
 }
 
-// errUnmapped is also what a process looks like that is ending: its memory goes first.
-var errUnmapped = errors.New("is that the image it was started from?")
-
 func newGuestMap(mappings []Mapping, pages uint64) (*guestMap, error) {
 	slices.SortFunc(mappings, func(a, b Mapping) int { return cmp.Compare(a.First, b.First) })
 	g := &guestMap{mappings: mappings}
@@ -85,9 +83,6 @@ func newGuestMap(mappings []Mapping, pages uint64) (*guestMap, error) {
 			continue
 		}
 		g.runs = append(g.runs, m)
-	}
-	if next == 0 {
-		return nil, fmt.Errorf("0 of %d pages are mapped: %w", pages, errUnmapped)
 	}
 	if next != pages {
 		return nil, fmt.Errorf("%d of %d pages are mapped: is that the image it was started from?", next, pages)
@@ -133,12 +128,17 @@ func within(parts []Mapping, e Extent, do func(m Mapping, part Extent) error) er
 	return nil
 }
 
+// errUnmapped is what a process looks like that is ending: its memory goes first.
+var errUnmapped = fmt.Errorf("it has no memory any more: %w", unix.ESRCH)
+
 // parseMaps picks the private mappings of files out of /proc/PID/maps.
 func parseMaps(r io.Reader, files map[inode]bool) ([]Mapping, error) {
 	var found []Mapping
 	lines := bufio.NewScanner(r)
 	lines.Buffer(make([]byte, 64<<10), 1<<20)
+	empty := true
 	for lines.Scan() {
+		empty = false
 		m, private, err := parseMapsLine(lines.Bytes())
 		if err != nil {
 			return nil, fmt.Errorf("%q: %w", lines.Text(), err)
@@ -151,7 +151,10 @@ func parseMaps(r io.Reader, files map[inode]bool) ([]Mapping, error) {
 		}
 		found = append(found, m)
 	}
-	return found, lines.Err()
+	if err := lines.Err(); err != nil || !empty {
+		return found, err
+	}
+	return nil, errUnmapped
 }
 
 // parseMapsLine reads "7f12a000-7f13a000 rw-p 00001000 00:01 1234 /memfd:forkd-x (deleted)". It allocates nothing: a monitor of

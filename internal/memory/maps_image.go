@@ -58,7 +58,9 @@ func mappedFiles(p *process, bytes int64) (*memfds, error) {
 	defer maps.Close()
 	other := map[inode]bool{} // of another size
 	lines := bufio.NewScanner(maps)
+	empty := true
 	for lines.Scan() {
+		empty = false
 		if !strings.Contains(lines.Text(), memfdName) {
 			continue
 		}
@@ -82,7 +84,10 @@ func mappedFiles(p *process, bytes int64) (*memfds, error) {
 		}
 		found.mappings = append(found.mappings, m)
 	}
-	return found, lines.Err()
+	if err := lines.Err(); err != nil || !empty {
+		return found, err
+	}
+	return found, errUnmapped
 }
 
 // openMapping opens the file of a mapping, or returns nil if it is of another size.

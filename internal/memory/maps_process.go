@@ -70,7 +70,7 @@ func (p *process) blame(err error) error {
 	if err == nil || errors.Is(err, vmm.ErrGone) {
 		return err
 	}
-	if errors.Is(err, unix.ESRCH) || errors.Is(err, errThreadEnded) || errors.Is(err, errUnmapped) {
+	if errors.Is(err, unix.ESRCH) || errors.Is(err, errThreadEnded) {
 		p.wait(endTime)
 	}
 	if gone := p.gone(); gone != nil {

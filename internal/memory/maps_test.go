@@ -3,6 +3,7 @@ package memory
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -11,6 +12,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
+	"golang.org/x/sys/unix"
 )
 
 const someMaps = `55d0a0000000-55d0a0001000 r-xp 00000000 fe:00 1234 /usr/bin/qemu-system-x86_64
@@ -106,6 +108,13 @@ func TestGuestMapRefuses(t *testing.T) {
 				t.Errorf("got error %v, want %q", err, tt.want)
 			}
 		})
+	}
+}
+
+// A process that is ending has lost its memory before its end can be seen.
+func TestParseMapsOfTheDying(t *testing.T) {
+	if _, err := parseMaps(strings.NewReader(""), nil); !errors.Is(err, unix.ESRCH) {
+		t.Errorf("no mappings at all: %v, want %v", err, unix.ESRCH)
 	}
 }
 
