@@ -120,30 +120,6 @@ func TestPausePanics(t *testing.T) {
 	g.advances(testWritten)
 }
 
-// When the deadline passes the guest must be let go although the sweeper hangs.
-func TestDeadlineFreesGuest(t *testing.T) {
-	g := runningGuest(t, guestConfig{})
-	points := failpoint.New()
-	hung, release := make(chan struct{}), make(chan struct{})
-	points.On(PointSweep, 20, func(context.Context) error {
-		close(hung)
-		<-release
-		return nil
-	})
-	failed := make(chan error)
-	go func() {
-		_, err := Capture(t.Context(), g.target(), g.hooks(), CaptureOptions{Mode: ModeLive, Deadline: 2 * time.Second, Failpoints: points})
-		failed <- err
-	}()
-	<-hung
-	g.advances(2 * testWritten) // not before the deadline: its own pages are captured at their faults, so it goes on at once
-	close(release)
-	if err := <-failed; err != nil && !errors.Is(err, errDeadline) {
-		t.Errorf("got error %v, want none or %v", err, errDeadline)
-	}
-	g.sane()
-}
-
 func TestDeadline(t *testing.T) {
 	g := runningGuest(t, guestConfig{})
 	for _, f := range failures {

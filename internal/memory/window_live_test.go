@@ -63,3 +63,43 @@ func TestRearmForgetsNothing(t *testing.T) {
 		}
 	}
 }
+
+// When its time is up a window must let go of the guest although neither the sweeper nor the fault worker gets anywhere.
+func TestEndOfContextFreesGuest(t *testing.T) {
+	g := runningGuest(t, guestConfig{})
+	c := &capture{proc: pin(t, g.process), target: g.target(), hooks: g.hooks()}
+	var err error
+	if c.guest, err = readGuestMap(c.proc, g.image); err != nil {
+		t.Fatal(err)
+	}
+	if c.layer, err = New("layer", g.image.Bytes()); err != nil {
+		t.Fatal(err)
+	}
+	defer c.layer.Close()
+	ctx, fail := context.WithCancelCause(t.Context())
+	defer fail(nil)
+	w, err := c.openWindow(ctx, fail)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.close()
+	if err := w.arm(ctx); err != nil {
+		t.Fatal(err)
+	}
+	err = c.inPause(ctx, func() error {
+		defer w.armMu.Lock() // the worker hangs from here on, at its next fault
+		return w.freeze(ctx)
+	})
+	defer w.armMu.Unlock()
+	if err != nil {
+		t.Fatal(err)
+	}
+	stuck := g.do("stats").Written
+	time.Sleep(100 * time.Millisecond) // for something not to happen
+	if now := g.do("stats").Written; now > stuck+2 {
+		t.Errorf("the guest wrote %d pages that nobody let go of", now-stuck)
+	}
+	fail(errDeadline)
+	g.advances(2 * testWritten)
+	g.sane()
+}
