@@ -33,7 +33,7 @@ func (c *command) inherit(f *os.File) int {
 }
 
 // sockets are the listening ends a machine inherits.
-type sockets struct{ qmp, control, data *os.File }
+type sockets struct{ qmp, state, control, data *os.File }
 
 // machineArgs is what a parent and its children have in common: the hardware, down to the order of devices.
 func (e *Engine) machineArgs(c *command, info vmm.Info, shape vmm.Shape, memory, rootfs *os.File, share string, s sockets) {
@@ -44,6 +44,7 @@ func (e *Engine) machineArgs(c *command, info vmm.Info, shape vmm.Shape, memory,
 	c.add("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny")
 	c.add("-object", fmt.Sprintf("memory-backend-file,id=ram,size=%dM,mem-path=/proc/self/fd/%d,share=%s", shape.MemMiB, c.inherit(memory), share))
 	c.add("-chardev", fmt.Sprintf("socket,id=mon,fd=%d,server=on,wait=off", c.inherit(s.qmp)), "-mon", "chardev=mon,mode=control")
+	c.add("-chardev", fmt.Sprintf("socket,id=state,fd=%d,server=on,wait=off", c.inherit(s.state)), "-mon", "chardev=state,mode=control")
 	c.add("-chardev", fmt.Sprintf("socket,id=control,fd=%d,server=on,wait=off", c.inherit(s.control)))
 	c.add("-chardev", fmt.Sprintf("socket,id=data,fd=%d,server=on,wait=off", c.inherit(s.data)))
 	c.add("-chardev", fmt.Sprintf("ringbuf,id=console,size=%d", consoleRing))

@@ -185,7 +185,7 @@ func (e *Engine) start(ctx context.Context, dir string, c *command, build func(s
 	for _, l := range []struct {
 		name string
 		f    **os.File
-	}{{qmpSocket, &socks.qmp}, {controlSocket, &socks.control}, {dataSocket, &socks.data}} {
+	}{{qmpSocket, &socks.qmp}, {stateSocket, &socks.state}, {controlSocket, &socks.control}, {dataSocket, &socks.data}} {
 		if *l.f, err = listen(dir, l.name); err != nil {
 			cleanDir(dir)
 			return nil, err

@@ -213,7 +213,11 @@ func (m *machine) Done() <-chan struct{} { return m.done }
 func (m *machine) Exit() vmm.Exit        { return m.exit }
 
 func (m *machine) do(ctx context.Context, command string, args, result any, files ...*os.File) error {
-	err := m.session.qmp.do(ctx, command, args, result, files...)
+	return goneOr(m.session.qmp.do(ctx, command, args, result, files...))
+}
+
+// goneOr says that the machine is gone where that is what an error of a control connection means.
+func goneOr(err error) error {
 	if err == nil || errors.Is(err, vmm.ErrGone) {
 		return err
 	}

@@ -24,6 +24,7 @@ import (
 // Files of a machine's run directory.
 const (
 	qmpSocket     = "qmp.sock"
+	stateSocket   = "state.sock" // a second control connection; see StageState
 	controlSocket = "control.sock"
 	dataSocket    = "data.sock"
 	processFile   = "process.json"

@@ -84,19 +84,26 @@ func (q *monitor) do(ctx context.Context, command string, args any, result any, 
 	if err := q.send(command, args, files); err != nil {
 		return fmt.Errorf("%s: %w", command, err)
 	}
-	m, err := q.reply(ctx)
-	switch {
-	case err != nil:
-		return fmt.Errorf("%s: %w", command, err)
-	case m.Error != nil:
-		return fmt.Errorf("%s: %w", command, m.Error)
-	case result == nil:
-		return nil
+	m, err := q.answer(ctx, command)
+	if err != nil || result == nil {
+		return err
 	}
 	if err := json.Unmarshal(m.Return, result); err != nil {
 		return fmt.Errorf("%s: answer: %w", command, err)
 	}
 	return nil
+}
+
+// answer waits for what QEMU says to the command that was sent.
+func (q *monitor) answer(ctx context.Context, command string) (qmpMessage, error) {
+	m, err := q.reply(ctx)
+	switch {
+	case err != nil:
+		return m, fmt.Errorf("%s: %w", command, err)
+	case m.Error != nil:
+		return m, fmt.Errorf("%s: %w", command, m.Error)
+	}
+	return m, nil
 }
 
 func (q *monitor) reply(ctx context.Context) (qmpMessage, error) {
@@ -116,12 +123,16 @@ func (q *monitor) reply(ctx context.Context) (qmpMessage, error) {
 	}
 }
 
-func (q *monitor) send(command string, args any, files []*os.File) error {
-	msg := struct {
+// encode writes a command as QEMU reads it.
+func encode(command string, args any) ([]byte, error) {
+	return json.Marshal(struct {
 		Execute   string `json:"execute"`
 		Arguments any    `json:"arguments,omitempty"`
-	}{command, args}
-	b, err := json.Marshal(msg)
+	}{command, args})
+}
+
+func (q *monitor) send(command string, args any, files []*os.File) error {
+	b, err := encode(command, args)
 	if err != nil {
 		return err
 	}
