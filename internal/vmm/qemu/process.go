@@ -105,6 +105,8 @@ func (p *process) reap(stderr *os.File) {
 	if p.pidfd >= 0 {
 		waitPidfd(p.pidfd)
 	}
+	// Not Wait at first: it would take a stop for the end, when we trace the process to run a call in it (internal/memory).
+	waitPidfd(p.pidfd)
 	err := p.cmd.Wait()
 	<-copied
 	p.release()
