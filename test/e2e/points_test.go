@@ -184,8 +184,10 @@ func (d *daemon) checkAfter(c crash, survivors []*guest) {
 	if err != nil {
 		d.t.Error(err)
 	}
+	if strings.HasPrefix(c.point, "pool.") {
+		d.fillPool("old", 1) // what the crash kept it from
+	}
 	if pool.Size > 0 {
-		d.fillPool("old", 1) // what a crash kept it from
 		d.fillPool("old", 0)
 	}
 	if _, err := d.client.Snapshots(ctx); err != nil {

@@ -23,7 +23,7 @@ func TestFailedSnapshots(t *testing.T) {
 	d := ownDaemon(t, setup{})
 	// What a boot takes at the moment decides how long what never ends is waited for.
 	first := d.snapshot(client.SnapshotRequest{Tag: "good", WarmUp: []client.WarmUp{{Kind: "exec", Code: "echo warm >/root/warm"}}})
-	patience := 5*time.Second + 5*time.Duration(first.BootWarmMS)*time.Millisecond
+	patience := 5*time.Second + 4*time.Duration(first.BootWarmMS)*time.Millisecond
 	if got := d.fork1(of("good")).sh("cat /root/warm"); got != "warm" {
 		t.Errorf("the warm-up left %q in the child", got)
 	}
