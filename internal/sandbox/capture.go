@@ -30,6 +30,7 @@ func (i *instant) close() error {
 type capturing struct {
 	id   string // of the snapshot that it becomes
 	mode memory.Mode
+	disk bool // it is to be stored: there must be room for it
 	// stay: the machine is not let go on when it was captured: it stays paused, and its line held.
 	stay    bool
 	resumed func(pause time.Duration) // is called when the machine goes on; nil: nobody wants to know
@@ -41,7 +42,7 @@ func (m *Manager) capture(ctx context.Context, c *child, how capturing) (_ *inst
 	if c.image == nil {
 		return nil, newError(CodeInvalidState, nil, "fork its snapshot again", "sandbox %s outlived the daemon that started it, and what its memory was then can't be told any more", c.id)
 	}
-	grant, err := m.captureGrant(c)
+	grant, err := m.captureGrant(c, how.disk)
 	if err != nil {
 		return nil, err
 	}
@@ -216,9 +217,12 @@ func (m *Manager) mend(ctx context.Context, c *child) error {
 	return nil
 }
 
-// captureGrant takes memory for a layer: what the machine has of its own now.
-func (m *Manager) captureGrant(c *child) (*grant, error) {
+// captureGrant takes memory for a layer: what the machine has of its own now. With disk it makes sure that there is room for as much.
+func (m *Manager) captureGrant(c *child, disk bool) (*grant, error) {
 	own, err := m.ownBytes(c)
+	if err == nil && disk {
+		err = m.snapshots.Fits(own)
+	}
 	if err != nil {
 		return nil, err
 	}

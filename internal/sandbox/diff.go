@@ -165,7 +165,7 @@ func (d *difference) freezeChild(ctx context.Context) (_ *instant, _ *memory.Ima
 	if err := c.agent.Quiesce(ctx); err != nil {
 		return nil, nil, fmt.Errorf("quiesce the guest: %w", err)
 	}
-	got, err := m.capture(ctx, c, capturing{id: d.frozen.id, mode: memory.ModeStop, stay: true})
+	got, err := m.capture(ctx, c, capturing{id: d.frozen.id, mode: memory.ModeStop, disk: true, stay: true})
 	if err != nil {
 		return nil, nil, err
 	}

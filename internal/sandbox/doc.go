@@ -6,6 +6,10 @@
 // A parent boots from an image, is warmed up and frozen into a snapshot, which has an id and is named by a tag. A fork starts
 // sandboxes from it. A pool holds children that were forked and exercised ahead; a fork claims one.
 //
+// A branch freezes a running sandbox, the source, into a snapshot while it goes on. What is frozen is an instant: memory and devices at one
+// moment. It can be forked as soon as it is captured; on disk it rests on the nearest snapshot below it that is kept. A suspended sandbox has
+// no machine: it is an instant on disk, its state, which belongs to it alone.
+//
 // # Promises
 //
 //   - A sandbox that Fork returned is ready: its agent acknowledged its own identity and fresh entropy. A child that can't is
@@ -14,6 +18,8 @@
 //     leaves nothing; Recover repairs what a killed daemon left.
 //   - A process is ended only when it is provably ours: pid, start time and our run directory.
 //   - Running sandboxes outlive the daemon.
+//   - The source of a branch goes on, whatever fails; one that can't is ended and says so.
+//   - Nothing that a sandbox, running or suspended, or another snapshot needs is deleted.
 //
 // # What this package is not
 //

@@ -76,7 +76,7 @@ func (z *freezing) take(ctx context.Context, mode memory.Mode, resumed func()) e
 	defer end(nil)
 	stop := context.AfterFunc(z.box.life, func() { end(context.Cause(z.box.life)) })
 	defer stop()
-	got, err := z.m.capture(ctx, c, capturing{id: z.frozen.id, mode: mode, resumed: func(pause time.Duration) {
+	got, err := z.m.capture(ctx, c, capturing{id: z.frozen.id, mode: mode, disk: z.frozen.kept, resumed: func(pause time.Duration) {
 		z.m.mu.Lock()
 		z.frozen.measured.Pause = pause
 		z.m.mu.Unlock()

@@ -89,7 +89,7 @@ func (z *suspension) run(ctx context.Context) error {
 	if err := z.prepare(ctx); err != nil {
 		return err
 	}
-	got, err := m.capture(ctx, z.child, capturing{id: z.state.id, mode: memory.ModeStop, stay: true})
+	got, err := m.capture(ctx, z.child, capturing{id: z.state.id, mode: memory.ModeStop, disk: true, stay: true})
 	if err != nil {
 		return err
 	}
@@ -137,15 +137,6 @@ func (z *suspension) prepare(ctx context.Context) error {
 	}
 	if err := rootfs.Close(); err != nil {
 		return err
-	}
-	if z.child.image != nil {
-		own, err := m.ownBytes(z.child)
-		if err != nil {
-			return err
-		}
-		if err := m.snapshots.Fits(own); err != nil {
-			return err
-		}
 	}
 	if err := m.enlist(ctx, f, 0, z.undo); err != nil {
 		return err
