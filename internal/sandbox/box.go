@@ -40,9 +40,10 @@ type box struct {
 	rec        store.Sandbox // what is persisted
 	child      *child        // nil until it runs, and while it is suspended
 	ending     bool
-	suspending bool    // a suspension is under way: no new requests
-	active     int     // requests under way
-	state      *frozen // what it was last suspended to; nil: never
+	suspending bool            // a suspension is under way: no new requests
+	active     int             // requests under way
+	state      *frozen         // what it was last suspended to; nil: never
+	owed       []*liveSnapshot // promised to somebody, and being captured still
 }
 
 func newBox(f *frozen, rec store.Sandbox) *box {
@@ -279,6 +280,7 @@ func (m *Manager) expire(id string) {
 	if b == nil {
 		return
 	}
+	b.settle(m.life)
 	passed := func(r store.Sandbox) bool { return !r.Deadline.IsZero() && !r.Deadline.After(time.Now()) }
 	err := m.finish(b, ending{state: StateStopped, reason: "its deadline passed", keep: true, onlyIf: passed})
 	switch {

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"slices"
 	"sync"
 	"time"
 
@@ -133,7 +134,7 @@ func (m *Manager) detach(ctx context.Context, j *branch, leave func()) (resumed 
 		defer leave()
 		defer announce()
 		goesOn := false
-		err := j.run(ctx, func() { goesOn = true; announce() })
+		err := j.run(ctx, func() { goesOn = true; j.box.owe(j.frozen.live); announce() })
 		if err == nil {
 			return
 		}
@@ -143,6 +144,28 @@ func (m *Manager) detach(ctx context.Context, j *branch, leave func()) (resumed 
 		}
 	})
 	return runs, nil
+}
+
+// owe notes that a snapshot of the sandbox was promised.
+func (b *box) owe(l *liveSnapshot) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.owed = append(slices.DeleteFunc(b.owed, (*liveSnapshot).isCaptured), l)
+}
+
+// oweLimit bounds how long a sandbox that is to end lives on for a snapshot that was promised.
+const oweLimit = 10 * time.Second
+
+// settle waits until what was promised of a sandbox is captured: whoever was told that it is being made may end the sandbox at once.
+func (b *box) settle(ctx context.Context) {
+	b.mu.Lock()
+	owed := slices.Clone(b.owed)
+	b.mu.Unlock()
+	ctx, cancel := context.WithTimeout(ctx, oweLimit)
+	defer cancel()
+	for _, l := range owed {
+		_ = l.await(ctx) // it tells others why it failed
+	}
 }
 
 // failure is why the job failed, if it is over.
@@ -209,13 +232,9 @@ func (j *branch) fail(why error) {
 
 // finish says that the snapshot is on disk, or why it never will be.
 func (l *liveSnapshot) finish(why error) {
-	if why != nil {
-		select {
-		case <-l.captured:
-		default:
-			l.err = why
-			close(l.captured)
-		}
+	if why != nil && !l.isCaptured() {
+		l.err = why
+		close(l.captured)
 	}
 	close(l.written)
 	l.releaseImage()

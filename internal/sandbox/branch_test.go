@@ -550,3 +550,25 @@ func TestBranchUnderLoad(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// TestKillAfterPromise kills a source as soon as its branch was promised: it lives on until that is captured.
+func TestKillAfterPromise(t *testing.T) {
+	points := failpoint.New()
+	d := newWorld(t).start(t, options{failpoints: points})
+	d.snapshot(t, "base", nil)
+	src := d.fork(t, "base", 1, nil)[0]
+	d.mark(t, src.ID, "one")
+	release := make(chan struct{})
+	points.On(memory.PointResumed, 1, func(context.Context) error { <-release; return nil })
+	if _, err := d.Branch(t.Context(), src.ID, BranchRequest{Tag: "tip"}); err != nil {
+		t.Fatal(err)
+	}
+	killed := make(chan error, 1)
+	go func() { killed <- d.Kill(context.Background(), src.ID) }()
+	still(t, "the end of the source", killed)
+	close(release)
+	if err := <-killed; err != nil {
+		t.Fatal(err)
+	}
+	d.checkMark(t, d.fork(t, "tip", 1, nil)[0].ID, "one")
+}

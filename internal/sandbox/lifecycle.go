@@ -69,6 +69,7 @@ func (m *Manager) Kill(ctx context.Context, id string) error {
 	}
 	defer done()
 	if b, ok := m.live(id); ok {
+		b.settle(ctx)
 		err := m.finish(b, ending{state: StateStopped, reason: reasonKilled})
 		if err == nil {
 			m.counts.kills.Add(1)

@@ -35,7 +35,7 @@ func still[T any](t *testing.T, what string, c <-chan T) {
 	t.Helper()
 	select {
 	case <-c:
-		t.Errorf("%s happened while the line was held", what)
+		t.Errorf("%s came too early", what)
 	case <-time.After(50 * time.Millisecond):
 	}
 }

@@ -115,7 +115,7 @@ func (m *Manager) lockRunDir() error {
 	if err != nil {
 		return fmt.Errorf("lock run directory: %w", err)
 	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+	if err := lockSoon(f); err != nil {
 		_ = f.Close()
 		if errors.Is(err, unix.EWOULDBLOCK) {
 			return fmt.Errorf("run directory %s belongs to another forkd daemon that runs: stop that one, or choose another directory", m.cfg.RunDir)
@@ -124,6 +124,21 @@ func (m *Manager) lockRunDir() error {
 	}
 	m.lock = f
 	return nil
+}
+
+// lockGrace is how long a run directory may stay locked after its daemon has ended: until a process that it was just starting is itself.
+const lockGrace = 500 * time.Millisecond
+
+// lockSoon locks a file, which can't be awaited with a limit.
+func lockSoon(f *os.File) error {
+	ctx, cancel := context.WithTimeout(context.Background(), lockGrace)
+	defer cancel()
+	for pause := time.Millisecond; ; pause *= 2 {
+		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		if !errors.Is(err, unix.EWOULDBLOCK) || !pauseFor(ctx, pause) {
+			return err
+		}
+	}
 }
 
 // machinesDir has a directory for each machine.

@@ -38,6 +38,15 @@ func (l *liveSnapshot) await(ctx context.Context) error {
 	}
 }
 
+func (l *liveSnapshot) isCaptured() bool {
+	select {
+	case <-l.captured:
+		return true
+	default:
+		return false
+	}
+}
+
 // land makes the snapshot one that can be forked. The reference is the snapshot's from then on.
 func (l *liveSnapshot) land(ref *memory.Ref) {
 	l.mu.Lock()
