@@ -12,14 +12,20 @@ import (
 // benchLimit bounds a whole benchmark.
 const benchLimit = 30 * time.Minute
 
+// benchCmd measures forks when it is not told what to measure.
 type benchCmd struct {
+	Fork   benchForkCmd   `cmd:"" default:"withargs" help:"Forks of a snapshot, cold and from a pool. This is the default."`
+	Branch benchBranchCmd `cmd:"" help:"Branches of a running sandbox: its pause, and the stall that a program in it sees."`
+}
+
+type benchForkCmd struct {
 	Tag  string `required:"" help:"Snapshot whose children are measured."`
 	N    int    `short:"n" default:"10" help:"Children at a time, each asked for by a request of its own."`
 	Only string `enum:",cold,claim" default:"" help:"Measure cold forks or claims from a full pool only."`
 }
 
 // Run measures forks of a snapshot through the daemon's API. Children that fail make it fail.
-func (c *benchCmd) Run(p *program) error {
+func (c *benchForkCmd) Run(p *program) error {
 	if c.N < 1 || c.N > 1000 {
 		return badUsage("choose 1 to 1000", "-n %d: not a number of children that can be started", c.N)
 	}

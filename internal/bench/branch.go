@@ -1,0 +1,197 @@
+package bench
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/forkd/forkd/client"
+)
+
+// BranchOptions say how running sandboxes are branched.
+type BranchOptions struct {
+	Tag      string // "": the only snapshot that rests on no other
+	DirtyMiB int    // memory that a program in the source rewrites meanwhile
+	RateMiB  int    // how fast, a second; 0: as fast as it can
+	N        int    // branches in each mode
+	Modes    []client.BranchMode
+	Progress func(format string, args ...any)
+}
+
+// BranchReport is the outcome, as `forkd bench branch --json` prints it.
+type BranchReport struct {
+	Subject
+	DirtyMiB int                   `json:"dirty_mib"`
+	RateMiB  int                   `json:"rate_mib_per_s"`
+	Modes    map[string]*BranchRun `json:"modes"`
+}
+
+// BranchRun is n branches of one running sandbox, one after the other.
+type BranchRun struct {
+	N             int     `json:"n"`
+	Failed        int     `json:"failed"`
+	Errors        []Count `json:"errors,omitempty"`
+	Warnings      []Count `json:"warnings,omitempty"` // such as that the mode is not to be had here
+	PauseMS       Millis  `json:"pause_ms"`           // the monitor did not run the guest
+	GuestStallMS  Millis  `json:"guest_stall_ms"`     // the longest time in which a program in the guest got nothing done, while the request lasted
+	IdleStallMS   Millis  `json:"idle_stall_ms"`      // the same in as long a time before, without a branch: what the host does to any guest
+	ReadyMS       Millis  `json:"ready_ms"`           // from the request until the snapshot was on disk
+	LayerMiB      float64 `json:"layer_mib"`          // memory that the snapshot holds; the median
+	WroteMiBPerS  float64 `json:"wrote_mib_per_s"`    // what the program managed
+	RewroteRounds int     `json:"rewrote_rounds"`     // how often it went through its memory
+}
+
+// Subject is what is measured on.
+type Subject struct {
+	Tag           string `json:"tag"`
+	Engine        string `json:"engine"`
+	EngineVersion string `json:"engine_version"`
+	Accel         string `json:"accel"`
+	MemMiB        int    `json:"mem_mib"`
+	python        bool
+}
+
+// Millis are percentiles in milliseconds.
+type Millis struct {
+	P50 float64 `json:"p50"`
+	P90 float64 `json:"p90"`
+	P99 float64 `json:"p99"`
+}
+
+func millis(d []time.Duration) Millis {
+	t := percentiles(slices.Clone(d))
+	return Millis{t.P50MS, t.P90MS, t.P99MS}
+}
+
+// Branch measures what it does to a running sandbox to be branched while a program in it rewrites memory. Each mode has a source of its own;
+// what was made is removed again.
+func Branch(ctx context.Context, c *client.Client, opt BranchOptions) (BranchReport, error) {
+	if opt.Progress == nil {
+		opt.Progress = func(string, ...any) {}
+	}
+	subject, err := subjectOf(ctx, c, opt.Tag)
+	if err != nil {
+		return BranchReport{}, err
+	}
+	r := BranchReport{Subject: subject, DirtyMiB: opt.DirtyMiB, RateMiB: opt.RateMiB, Modes: map[string]*BranchRun{}}
+	if opt.DirtyMiB >= r.MemMiB {
+		return r, fmt.Errorf("%d MiB can't be rewritten in a guest of %d MiB: give less, or a snapshot with more memory", opt.DirtyMiB, r.MemMiB)
+	}
+	opt.Tag = r.Tag
+	for _, mode := range opt.Modes {
+		opt.Progress("branching a sandbox that rewrites %d MiB, %d times, %s", opt.DirtyMiB, opt.N, mode)
+		run, err := branchMode(ctx, c, opt, mode)
+		if err != nil {
+			return r, fmt.Errorf("branches, %s: %w", mode, err)
+		}
+		r.Modes[string(mode)] = run
+	}
+	return r, ctx.Err()
+}
+
+// subjectOf looks at the snapshot, or finds the only one that can be meant.
+func subjectOf(ctx context.Context, c *client.Client, tag string) (Subject, error) {
+	if tag == "" {
+		list, err := c.Snapshots(ctx)
+		if err != nil {
+			return Subject{}, err
+		}
+		list = slices.DeleteFunc(list, func(s client.Snapshot) bool { return s.ParentTag != "" || s.Status != "ready" })
+		if len(list) != 1 {
+			return Subject{}, fmt.Errorf("%d snapshots rest on no other: say with --tag which one to measure (`forkd tree` lists them)", len(list))
+		}
+		tag = list[0].Tag
+	}
+	info, err := c.SnapshotInfo(ctx, tag)
+	return Subject{Tag: tag, Engine: info.Engine, EngineVersion: info.EngineVersion, Accel: info.Accel, MemMiB: info.MemMiB, python: info.Python}, err
+}
+
+// sample is one branch.
+type sample struct {
+	idle, busy span
+	snap       client.Snapshot
+	err        error
+}
+
+func branchMode(ctx context.Context, c *client.Client, opt BranchOptions, mode client.BranchMode) (_ *BranchRun, err error) {
+	source, err := forkOne(ctx, c, opt.Tag)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, c.Kill(context.WithoutCancel(ctx), source)) }()
+	w, err := startWriter(ctx, c, source, opt.DirtyMiB, opt.RateMiB)
+	if err != nil {
+		return nil, err
+	}
+	samples := make([]sample, opt.N)
+	rest := leastRest
+	for i := range samples {
+		if samples[i], err = branchOnce(ctx, c, source, mode, rest); err != nil {
+			return nil, err
+		}
+		busy := samples[i].busy
+		rest = max(leastRest, busy.to.Sub(busy.from))
+	}
+	result, err := w.stop(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return summariseBranches(samples, result, w.offset), nil
+}
+
+// leastRest is how long the source is left alone between two branches, at least: else as long as a branch takes.
+const leastRest = 250 * time.Millisecond
+
+// branchOnce rests, branches, and removes the branch. Its error is one that makes it useless to go on.
+func branchOnce(ctx context.Context, c *client.Client, id string, mode client.BranchMode, rest time.Duration) (s sample, err error) {
+	s.idle.from = time.Now()
+	timer := time.NewTimer(rest)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+		return s, ctx.Err()
+	}
+	s.idle.to = time.Now()
+	s.busy.from = s.idle.to
+	s.snap, s.err = c.Branch(ctx, id, client.BranchRequest{Mode: mode, Wait: client.Bool(true)})
+	s.busy.to = time.Now()
+	if s.err != nil {
+		return s, ctx.Err()
+	}
+	return s, c.DeleteSnapshot(ctx, s.snap.Tag, client.DeleteUnused)
+}
+
+// summariseBranches puts together what the host and the guest saw.
+func summariseBranches(samples []sample, saw writerResult, offset time.Duration) *BranchRun {
+	run := &BranchRun{N: len(samples), RewroteRounds: saw.Rounds}
+	if saw.Seconds > 0 {
+		run.WroteMiBPerS = round2(float64(saw.Bytes) / (1 << 20) / saw.Seconds)
+	}
+	var pause, stall, idle, ready []time.Duration
+	var layer []int64
+	errs, warnings := map[string]int{}, map[string]int{}
+	for _, s := range samples {
+		idle = append(idle, saw.longestGap(s.idle, offset))
+		if s.err != nil {
+			run.Failed++
+			errs[s.err.Error()]++
+			continue
+		}
+		pause = append(pause, time.Duration(s.snap.PauseMS*float64(time.Millisecond)))
+		stall = append(stall, saw.longestGap(s.busy, offset))
+		ready = append(ready, s.busy.to.Sub(s.busy.from))
+		layer = append(layer, cmp.Or(s.snap.DiffPhysicalBytes, s.snap.MemoryPhysicalBytes))
+		if s.snap.Warning != "" {
+			warnings[s.snap.Warning]++
+		}
+	}
+	slices.Sort(layer)
+	run.PauseMS, run.GuestStallMS, run.IdleStallMS, run.ReadyMS = millis(pause), millis(stall), millis(idle), millis(ready)
+	run.LayerMiB = mib(Percentile(layer, 50))
+	run.Errors, run.Warnings = counts(errs), counts(warnings)
+	return run
+}
