@@ -24,7 +24,7 @@ func TestLongestGap(t *testing.T) {
 		offset time.Duration
 		want   time.Duration
 	}{
-		{"ends in it", span{at(190), at(300)}, 0, 7 * time.Millisecond},
+		{"ends in it", span{at(190), at(295)}, 0, 7 * time.Millisecond},
 		{"begins in it", span{at(270), at(320)}, 0, 90 * time.Millisecond},
 		{"nothing", span{at(500), at(600)}, 0, 0},
 		{"clocks that differ", span{at(0), at(100)}, 600 * time.Millisecond, 60 * time.Millisecond},
