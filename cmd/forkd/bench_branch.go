@@ -61,7 +61,7 @@ func (p *program) printBenchBranch(r bench.BranchReport) error {
 		for _, m := range []struct {
 			what string
 			of   bench.Millis
-		}{{"pause", run.PauseMS}, {"longest stall in the guest", run.GuestStallMS}, {"the same without a branch", run.IdleStallMS}, {"on disk", run.ReadyMS}} {
+		}{{"pause", run.PauseMS}, {"longest stall of a program in the guest", run.GuestStallMS}, {"the same without a branch", run.IdleStallMS}, {"on disk", run.ReadyMS}} {
 			rows = append(rows, []string{mode + ": " + m.what, fmt.Sprint(run.N), fmt.Sprint(run.Failed), millis(m.of.P50), millis(m.of.P90), millis(m.of.P99)})
 		}
 	}

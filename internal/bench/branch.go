@@ -36,8 +36,10 @@ type BranchRun struct {
 	Errors        []Count `json:"errors,omitempty"`
 	Warnings      []Count `json:"warnings,omitempty"` // such as that the mode is not to be had here
 	PauseMS       Millis  `json:"pause_ms"`           // the monitor did not run the guest
-	GuestStallMS  Millis  `json:"guest_stall_ms"`     // the longest time in which a program in the guest got nothing done, while the request lasted
-	IdleStallMS   Millis  `json:"idle_stall_ms"`      // the same in as long a time before, without a branch: what the host does to any guest
+	GuestStallMS  Millis  `json:"guest_stall_ms"`     // a program in the guest got nothing done, at most: by its clock, and the pause if that stops the clock
+	GuestClockMS  Millis  `json:"guest_clock_ms"`     // the longest such time by the guest's clock while the request lasted
+	ClockStops    bool    `json:"guest_clock_stops"`  // the guest's clock stands still in a pause
+	IdleStallMS   Millis  `json:"idle_stall_ms"`      // the longest in as long a time before, without a branch: what the host does to any guest
 	ReadyMS       Millis  `json:"ready_ms"`           // from the request until the snapshot was on disk
 	LayerMiB      float64 `json:"layer_mib"`          // memory that the snapshot holds; the median
 	WroteMiBPerS  float64 `json:"wrote_mib_per_s"`    // what the program managed
@@ -129,25 +131,28 @@ func branchMode(ctx context.Context, c *client.Client, opt BranchOptions, mode c
 	samples := make([]sample, opt.N)
 	rest := leastRest
 	for i := range samples {
-		if samples[i], err = branchOnce(ctx, c, source, mode, rest); err != nil {
+		if samples[i], err = branchOnce(ctx, w, mode, rest); err != nil {
 			return nil, err
 		}
-		busy := samples[i].busy
-		rest = max(leastRest, busy.to.Sub(busy.from))
+		rest = max(leastRest, samples[i].busy.length())
 	}
 	result, err := w.stop(ctx)
 	if err != nil {
 		return nil, err
 	}
-	return summariseBranches(samples, result, w.offset), nil
+	return summariseBranches(samples, result), nil
 }
 
 // leastRest is how long the source is left alone between two branches, at least: else as long as a branch takes.
 const leastRest = 250 * time.Millisecond
 
 // branchOnce rests, branches, and removes the branch. Its error is one that makes it useless to go on.
-func branchOnce(ctx context.Context, c *client.Client, id string, mode client.BranchMode, rest time.Duration) (s sample, err error) {
-	s.idle.from = time.Now()
+func branchOnce(ctx context.Context, w *writer, mode client.BranchMode, rest time.Duration) (s sample, err error) {
+	ahead, err := w.clockAhead(ctx)
+	if err != nil {
+		return s, err
+	}
+	s.idle = span{from: time.Now(), fromAhead: ahead, toAhead: ahead}
 	timer := time.NewTimer(rest)
 	defer timer.Stop()
 	select {
@@ -156,41 +161,60 @@ func branchOnce(ctx context.Context, c *client.Client, id string, mode client.Br
 		return s, ctx.Err()
 	}
 	s.idle.to = time.Now()
-	s.busy.from = s.idle.to
-	s.snap, s.err = c.Branch(ctx, id, client.BranchRequest{Mode: mode, Wait: client.Bool(true)})
+	s.busy = span{from: s.idle.to, fromAhead: ahead}
+	s.snap, s.err = w.c.Branch(ctx, w.id, client.BranchRequest{Mode: mode, Wait: client.Bool(true)})
 	s.busy.to = time.Now()
-	if s.err != nil {
-		return s, ctx.Err()
+	if s.busy.toAhead, err = w.clockAhead(ctx); err != nil || s.err != nil {
+		return s, err
 	}
-	return s, c.DeleteSnapshot(ctx, s.snap.Tag, client.DeleteUnused)
+	return s, w.c.DeleteSnapshot(ctx, s.snap.Tag, client.DeleteUnused)
+}
+
+// clockStops says whether the guest's clock lost the time of the pauses.
+func clockStops(samples []sample) bool {
+	var paused, lost time.Duration
+	for _, s := range samples {
+		if s.err == nil {
+			paused += s.pause()
+			lost += s.busy.fromAhead - s.busy.toAhead
+		}
+	}
+	return lost > paused/2
+}
+
+func (s sample) pause() time.Duration {
+	return time.Duration(s.snap.PauseMS * float64(time.Millisecond))
 }
 
 // summariseBranches puts together what the host and the guest saw.
-func summariseBranches(samples []sample, saw writerResult, offset time.Duration) *BranchRun {
-	run := &BranchRun{N: len(samples), RewroteRounds: saw.Rounds}
+func summariseBranches(samples []sample, saw writerResult) *BranchRun {
+	run := &BranchRun{N: len(samples), RewroteRounds: saw.Rounds, ClockStops: clockStops(samples)}
 	if saw.Seconds > 0 {
 		run.WroteMiBPerS = round2(float64(saw.Bytes) / (1 << 20) / saw.Seconds)
 	}
-	var pause, stall, idle, ready []time.Duration
+	var pause, stall, seen, idle, ready []time.Duration
 	var layer []int64
 	errs, warnings := map[string]int{}, map[string]int{}
 	for _, s := range samples {
-		idle = append(idle, saw.longestGap(s.idle, offset))
+		idle = append(idle, saw.longestGap(s.idle))
 		if s.err != nil {
 			run.Failed++
 			errs[s.err.Error()]++
 			continue
 		}
-		pause = append(pause, time.Duration(s.snap.PauseMS*float64(time.Millisecond)))
-		stall = append(stall, saw.longestGap(s.busy, offset))
-		ready = append(ready, s.busy.to.Sub(s.busy.from))
+		gap := saw.longestGap(s.busy)
+		pause, seen, ready = append(pause, s.pause()), append(seen, gap), append(ready, s.busy.length())
+		if run.ClockStops {
+			gap += s.pause()
+		}
+		stall = append(stall, gap)
 		layer = append(layer, cmp.Or(s.snap.DiffPhysicalBytes, s.snap.MemoryPhysicalBytes))
 		if s.snap.Warning != "" {
 			warnings[s.snap.Warning]++
 		}
 	}
 	slices.Sort(layer)
-	run.PauseMS, run.GuestStallMS, run.IdleStallMS, run.ReadyMS = millis(pause), millis(stall), millis(idle), millis(ready)
+	run.PauseMS, run.GuestStallMS, run.GuestClockMS, run.IdleStallMS, run.ReadyMS = millis(pause), millis(stall), millis(seen), millis(idle), millis(ready)
 	run.LayerMiB = mib(Percentile(layer, 50))
 	run.Errors, run.Warnings = counts(errs), counts(warnings)
 	return run

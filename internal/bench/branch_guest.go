@@ -24,10 +24,9 @@ const (
 
 // writer is a program in a guest that rewrites memory and notes when it stood still.
 type writer struct {
-	c      *client.Client
-	id     string
-	pid    int
-	offset time.Duration // the guest's clock is so far ahead of this one's
+	c   *client.Client
+	id  string
+	pid int
 }
 
 // writerResult is what the program saw.
@@ -50,10 +49,7 @@ func startWriter(ctx context.Context, c *client.Client, id string, dirtyMiB, rat
 	if w.pid, err = strconv.Atoi(out); err != nil {
 		return nil, fmt.Errorf("process of the program that writes: %w", err)
 	}
-	if err := w.await(ctx, "ready"); err != nil {
-		return nil, err
-	}
-	return w, w.compareClocks(ctx)
+	return w, w.await(ctx, "ready")
 }
 
 // await waits for a file that the program makes.
@@ -66,22 +62,22 @@ func (w *writer) await(ctx context.Context, name string) error {
 	return nil
 }
 
-// compareClocks finds out how far the guest's clock is ahead, from the quickest of some pings.
-func (w *writer) compareClocks(ctx context.Context) error {
-	const pings = 5
+// clockAhead returns how far the guest's clock is ahead of this one's, from the quickest of some pings.
+func (w *writer) clockAhead(ctx context.Context) (ahead time.Duration, err error) {
+	const pings = 3
 	best := time.Duration(-1)
 	for range pings {
 		before := time.Now()
 		pong, err := w.c.Ping(ctx, w.id)
 		if err != nil {
-			return err
+			return 0, err
 		}
 		if took := time.Since(before); best < 0 || took < best {
 			best = took
-			w.offset = time.UnixMilli(pong.ClockUnixMS).Sub(before.Add(took / 2))
+			ahead = time.UnixMilli(pong.ClockUnixMS).Add(clockTick / 2).Sub(before.Add(took / 2))
 		}
 	}
-	return nil
+	return ahead, nil
 }
 
 // stop ends the program and returns what it saw.
@@ -116,15 +112,23 @@ func (w *writer) sh(ctx context.Context, command string, stdin []byte) (string, 
 	return strings.TrimSpace(string(res.Stdout)), nil
 }
 
-// span is a time on this side's clock.
-type span struct{ from, to time.Time }
+// span is a time on this side's clock. The guest's clock may stand still in it.
+type span struct {
+	from, to  time.Time
+	fromAhead time.Duration // of the guest's clock, at from
+	toAhead   time.Duration
+}
 
-// clockError is how far a moment of the guest may be off, after the clocks were compared.
-const clockError = 10 * time.Millisecond
+func (s span) length() time.Duration { return s.to.Sub(s.from) }
 
-// longestGap returns the longest time in a span in which the program got nothing done.
-func (r writerResult) longestGap(s span, offset time.Duration) (longest time.Duration) {
-	from, to := s.from.Add(offset-clockError).UnixNano(), s.to.Add(offset+clockError).UnixNano()
+const (
+	clockTick  = time.Millisecond     // of what a ping tells
+	clockError = 5 * time.Millisecond // how far a moment of the guest may be off
+)
+
+// longestGap returns the longest time in a span in which the program got nothing done, by the guest's clock.
+func (r writerResult) longestGap(s span) (longest time.Duration) {
+	from, to := s.from.Add(s.fromAhead-clockError).UnixNano(), s.to.Add(s.toAhead+clockError).UnixNano()
 	for _, g := range r.Gaps {
 		if end, length := g[0], g[1]; end >= from && end-length <= to {
 			longest = max(longest, time.Duration(length))
