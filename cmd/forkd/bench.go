@@ -14,8 +14,10 @@ const benchLimit = 30 * time.Minute
 
 // benchCmd measures forks when it is not told what to measure.
 type benchCmd struct {
-	Fork   benchForkCmd   `cmd:"" default:"withargs" help:"Forks of a snapshot, cold and from a pool. This is the default."`
-	Branch benchBranchCmd `cmd:"" help:"Branches of a running sandbox: its pause, and the stall that a program in it sees."`
+	Fork    benchForkCmd    `cmd:"" default:"withargs" help:"Forks of a snapshot, cold and from a pool. This is the default."`
+	Branch  benchBranchCmd  `cmd:"" help:"Branches of a running sandbox: its pause, and the stall that a program in it sees."`
+	Chain   benchChainCmd   `cmd:"" help:"Forks of a snapshot that rests on many others, beside those of one that rests on none."`
+	Running benchRunningCmd `cmd:"" name:"fork-running" help:"Forks of a running sandbox, beside cold forks of a snapshot of it."`
 }
 
 type benchForkCmd struct {

@@ -31,3 +31,11 @@ func counts(of map[string]int) (list []Count) {
 func mib(bytes int64) float64 { return round2(float64(bytes) / (1 << 20)) }
 
 func round2(f float64) float64 { return math.Round(f*100) / 100 }
+
+// ratio is 0 when there is nothing to compare with.
+func ratio(a, b float64) float64 {
+	if b == 0 {
+		return 0
+	}
+	return round2(a / b)
+}

@@ -159,10 +159,11 @@ func (hw *hardware) record() error {
 		return err
 	}
 	path := recordPath(hw.cfg.Records, p.PID)
-	if err := os.WriteFile(path+".new", b, 0o600); err != nil {
+	unfinished := filepath.Join(hw.cfg.Records, ".new-"+strconv.Itoa(p.PID)) // a name that Live doesn't look at
+	if err := os.WriteFile(unfinished, b, 0o600); err != nil {
 		return err
 	}
-	return os.Rename(path+".new", path)
+	return os.Rename(unfinished, path)
 }
 
 // idle is the idle thread, once it has sent nil. It ends with the process.
