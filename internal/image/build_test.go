@@ -319,3 +319,25 @@ func TestBuildRefuses(t *testing.T) {
 		t.Errorf("Build() without an agent: error = %v, want a hint", err)
 	}
 }
+
+func TestUnknownPackageIsTheCallersFault(t *testing.T) {
+	for _, line := range []string{
+		"E: Unable to locate package nosuch",
+		"E: Package 'nosuch' has no installation candidate",
+		"E: Couldn't find any package by glob 'nosuch'",
+	} {
+		s, runner := newStore(t)
+		runner.before = func(_ int, c command) error {
+			if c.name != "mmdebstrap" {
+				return nil
+			}
+			c.line(line)
+			return errors.New("mmdebstrap failed")
+		}
+		_, err := s.Build(t.Context(), BuildSpec{Name: "x", Packages: []string{"nosuch"}}, nil)
+		if !errors.Is(err, ErrInvalid) || !strings.Contains(err.Error(), `package "nosuch"`) {
+			t.Errorf("after %q: Build() error = %v, want one that blames the package", line, err)
+		}
+		checkNothingLeft(t, s)
+	}
+}

@@ -10,6 +10,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"time"
 )
@@ -125,6 +126,9 @@ var bootstrapSteps = []struct{ message, detail string }{
 const checkPackages = `--setup-hook=export APT_CONFIG="$MMDEBSTRAP_APT_CONFIG"; ` +
 	`apt-get update -q >&2 && apt-get install --simulate -q $FORKD_PACKAGES >/dev/null`
 
+// unknownPackage is how apt says that there is no such package.
+var unknownPackage = regexp.MustCompile(`^E: (?:Unable to locate package|Package|Couldn't find any package by (?:glob|regex)) '?([a-z0-9][a-z0-9+.:-]*)'?(?:$| has no installation candidate)`)
+
 // bootstrap installs the packages into a new directory and makes it a guest's root.
 func (b *build) bootstrap(ctx context.Context, st *staging, tree string) error {
 	if os.Geteuid() != 0 {
@@ -146,11 +150,15 @@ func (b *build) bootstrap(ctx context.Context, st *staging, tree string) error {
 	if b.spec.Mirror != "" {
 		args = append(args, b.spec.Mirror)
 	}
+	unknown := ""
 	_, err := b.run(ctx, command{name: "mmdebstrap", args: args, isolated: true, timeout: 20 * time.Minute,
 		// The epoch dates password changes, which would otherwise have today's date.
 		env: []string{"TMPDIR=" + st.dir, fmt.Sprintf("SOURCE_DATE_EPOCH=%d", passwordDay*24*60*60),
 			"FORKD_PACKAGES=" + strings.Join(b.spec.Packages, " ")},
 		line: func(line string) {
+			if m := unknownPackage.FindStringSubmatch(line); m != nil && unknown == "" {
+				unknown = m[1]
+			}
 			for i, known := range bootstrapSteps {
 				if strings.HasPrefix(line, "I: "+known.message) {
 					step.Done, step.Detail = int64(i), known.detail
@@ -159,6 +167,9 @@ func (b *build) bootstrap(ctx context.Context, st *staging, tree string) error {
 			}
 		},
 	})
+	if err != nil && unknown != "" {
+		return fmt.Errorf("%w: package %q: Debian %s has none of that name, or none that can be installed", ErrInvalid, unknown, b.spec.Suite)
+	}
 	if err != nil {
 		return fmt.Errorf("install packages: %w", err)
 	}
