@@ -16,6 +16,15 @@ const microvm = "microvm,acpi=on,pit=off,pic=off,rtc=off,isa-serial=off,suppress
 // consoleRing is the size in bytes of the ring that holds a guest's console inside QEMU, a power of two.
 const consoleRing = vmm.ConsoleLimit
 
+// Files of a machine's run directory.
+const (
+	qmpSocket     = "qmp.sock"
+	stateSocket   = "state.sock" // a second control connection; see StageState
+	controlSocket = "control.sock"
+	dataSocket    = "data.sock"
+	consoleFile   = "console.log"
+)
+
 // command collects a QEMU command line and the descriptors it refers to.
 type command struct {
 	args   []string

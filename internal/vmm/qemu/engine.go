@@ -18,6 +18,7 @@ import (
 
 	"github.com/forkd/forkd/internal/hostcpu"
 	"github.com/forkd/forkd/internal/vmm"
+	"github.com/forkd/forkd/internal/vmm/vmproc"
 )
 
 // Accelerators.
@@ -186,37 +187,37 @@ func (e *Engine) start(ctx context.Context, dir string, c *command, build func(s
 		name string
 		f    **os.File
 	}{{qmpSocket, &socks.qmp}, {stateSocket, &socks.state}, {controlSocket, &socks.control}, {dataSocket, &socks.data}} {
-		if *l.f, err = listen(dir, l.name); err != nil {
-			cleanDir(dir)
+		if *l.f, err = vmproc.Listen(dir, l.name); err != nil {
+			vmproc.CleanDir(dir)
 			return nil, err
 		}
 		defer (*l.f).Close()
 	}
 	build(socks)
-	p, err := startProcess(e.opt.Binary, dir, c.args, c.files)
+	p, err := vmproc.Start(vmproc.Command{Name: "QEMU", Binary: e.opt.Binary, Dir: dir, Args: c.args, Files: c.files})
 	if err != nil {
-		cleanDir(dir)
+		vmproc.CleanDir(dir)
 		return nil, err
 	}
-	p.id.UFFDDev, p.id.LayerFDs = c.uffd, c.layers
+	p.ID.UFFDDev, p.ID.LayerFDs = c.uffd, c.layers
 	var s *session
-	if err = p.record(); err == nil {
+	if err = p.Record(); err == nil {
 		s, err = connect(ctx, p, e.opt.Log)
 	}
 	if err == nil {
 		err = s.qmp.do(ctx, "migrate-set-capabilities", capabilities, nil)
 	}
 	if err != nil {
-		p.kill()
-		p.clean()
-		return nil, p.explain(err)
+		p.Kill()
+		p.Clean()
+		return nil, p.Explain(err)
 	}
 	return s, nil
 }
 
 // Attach implements vmm.Engine.
 func (e *Engine) Attach(ctx context.Context, id vmm.Process) (vmm.Machine, error) {
-	p, err := adoptProcess(id)
+	p, err := vmproc.Adopt("QEMU", id)
 	if err != nil {
 		return nil, err
 	}
@@ -254,16 +255,6 @@ func checkShape(s vmm.Shape, memory *os.File) error {
 	}
 	return nil
 }
-
-// explain adds what QEMU itself said before it ended.
-func (p *process) explain(err error) error {
-	if said := p.stderr.String(); said != "" {
-		return fmt.Errorf("%w: QEMU said: %s", err, said)
-	}
-	return err
-}
-
-func cleanDir(dir string) { (&process{id: vmm.Process{Dir: dir}}).clean() }
 
 func firstLine(s string) string {
 	line, _, _ := strings.Cut(s, "\n")

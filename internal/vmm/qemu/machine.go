@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/forkd/forkd/internal/vmm"
+	"github.com/forkd/forkd/internal/vmm/vmproc"
 )
 
 // capabilities make migration skip the RAM, which is in place already, and tell of its end by an event.
@@ -27,7 +28,7 @@ var capabilities = map[string]any{"capabilities": []map[string]any{
 
 // session is a QEMU process with its control connection. It turns into a prepared or a machine.
 type session struct {
-	process   *process
+	process   *vmproc.Process
 	qmp       *monitor
 	log       *slog.Logger
 	migration chan string                  // statuses of the incoming migration
@@ -39,8 +40,8 @@ type session struct {
 }
 
 // connect opens the control connection of a process and negotiates.
-func connect(ctx context.Context, p *process, log *slog.Logger) (*session, error) {
-	conn, err := dial(ctx, p.id.Dir, qmpSocket)
+func connect(ctx context.Context, p *vmproc.Process, log *slog.Logger) (*session, error) {
+	conn, err := vmproc.Dial(ctx, p.ID.Dir, qmpSocket)
 	if err != nil {
 		return nil, fmt.Errorf("control socket: %w", err)
 	}
@@ -83,7 +84,7 @@ func (s *session) guestEnded(detail string) {
 // dialAhead connects to the control port before the device state is loaded. The guest was frozen with a host connected; one that comes
 // only after the load would be announced to it, and cost it thousands of instructions before its first answer.
 func (s *session) dialAhead(ctx context.Context) error {
-	c, err := dial(ctx, s.process.id.Dir, controlSocket)
+	c, err := vmproc.Dial(ctx, s.process.ID.Dir, controlSocket)
 	if err != nil {
 		return fmt.Errorf("guest port %d: %w", vmm.PortControl, err)
 	}
@@ -96,15 +97,15 @@ func (s *session) discard() error {
 	if c := s.control.Swap(nil); c != nil {
 		c.Close()
 	}
-	s.process.kill()
+	s.process.Kill()
 	s.qmp.close()
-	return s.process.clean()
+	return s.process.Clean()
 }
 
 // prepared is a child without device state.
 type prepared struct{ session *session }
 
-func (p *prepared) Process() vmm.Process { return p.session.process.id }
+func (p *prepared) Process() vmm.Process { return p.session.process.ID }
 func (p *prepared) Kill() error          { return p.session.discard() }
 
 // SendFile implements vmm.FileReceiver.
@@ -117,7 +118,7 @@ func (p *prepared) Load(ctx context.Context, state *os.File) (vmm.Machine, error
 	s := p.session
 	if err := s.load(ctx, state); err != nil {
 		s.discard()
-		return nil, s.process.explain(fmt.Errorf("load device state: %w", err))
+		return nil, s.process.Explain(fmt.Errorf("load device state: %w", err))
 	}
 	return s.machine(), nil
 }
@@ -144,13 +145,13 @@ func (s *session) load(ctx context.Context, state *os.File) error {
 			case "failed":
 				// QEMU says why on its error output and exits by itself; wait for that, so that the reason is in the error.
 				select {
-				case <-s.process.done:
+				case <-s.process.Done():
 				case <-time.After(2 * time.Second):
 				}
 				return fmt.Errorf("QEMU refused the state: %w", vmm.ErrIncompatible)
 			}
-		case <-s.process.done:
-			return fmt.Errorf("QEMU refused the state and ended (%s): %w", s.process.status, vmm.ErrIncompatible)
+		case <-s.process.Done():
+			return fmt.Errorf("QEMU refused the state and ended (%s): %w", s.process.Status, vmm.ErrIncompatible)
 		case <-ctx.Done():
 			return ctx.Err()
 		}
@@ -196,19 +197,19 @@ func (m *machine) watch() {
 	select {
 	case <-s.guestEnd:
 		m.exit = vmm.Exit{Reason: vmm.ExitShutdown, Detail: s.detail}
-	case <-s.process.done:
+	case <-s.process.Done():
 		m.mu.Lock()
 		defer m.mu.Unlock()
-		m.exit = vmm.Exit{Reason: vmm.ExitCrashed, Detail: "QEMU: " + s.process.status}
+		m.exit = vmm.Exit{Reason: vmm.ExitCrashed, Detail: "QEMU: " + s.process.Status}
 		if m.killed {
 			m.exit = vmm.Exit{Reason: vmm.ExitKilled}
-		} else if said := s.process.stderr.String(); said != "" {
+		} else if said := s.process.Said(); said != "" {
 			m.exit.Detail += ": " + said
 		}
 	}
 }
 
-func (m *machine) Process() vmm.Process  { return m.session.process.id }
+func (m *machine) Process() vmm.Process  { return m.session.process.ID }
 func (m *machine) Done() <-chan struct{} { return m.done }
 func (m *machine) Exit() vmm.Exit        { return m.exit }
 
@@ -254,7 +255,7 @@ func (m *machine) Dial(ctx context.Context, port uint32) (net.Conn, error) {
 			return c, nil
 		}
 	}
-	c, err := dial(ctx, m.session.process.id.Dir, name)
+	c, err := vmproc.Dial(ctx, m.session.process.ID.Dir, name)
 	if errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, os.ErrNotExist) {
 		return nil, fmt.Errorf("guest port %d: %w: %w", port, err, vmm.ErrGone)
 	}
@@ -268,7 +269,7 @@ func (m *machine) Dial(ctx context.Context, port uint32) (net.Conn, error) {
 func (m *machine) Console(ctx context.Context) ([]byte, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	path := filepath.Join(m.session.process.id.Dir, consoleFile)
+	path := filepath.Join(m.session.process.ID.Dir, consoleFile)
 	kept, err := os.ReadFile(path)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, fmt.Errorf("guest console: %w", err)
@@ -299,7 +300,7 @@ func (m *machine) Console(ctx context.Context) ([]byte, error) {
 func (m *machine) Kill() error {
 	m.mu.Lock()
 	select {
-	case <-m.session.process.done:
+	case <-m.session.process.Done():
 	default:
 		m.killed = true
 	}

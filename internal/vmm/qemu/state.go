@@ -8,6 +8,8 @@ import (
 	"os"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/internal/vmm/vmproc"
 )
 
 const saveCommand = "xen-save-devices-state"
@@ -94,7 +96,7 @@ func (m *machine) removeFile(ctx context.Context, set fileSet) error {
 
 // secondConnection opens the second control connection.
 func (m *machine) secondConnection(ctx context.Context) (*monitor, error) {
-	conn, err := dial(ctx, m.session.process.id.Dir, stateSocket)
+	conn, err := vmproc.Dial(ctx, m.session.process.ID.Dir, stateSocket)
 	if err != nil {
 		return nil, err
 	}

@@ -1,4 +1,6 @@
-package qemu
+// Package vmproc runs the process of a virtual machine monitor for the engines: its start in a directory of its own, its record there, its
+// end told apart from a stop, its death by pidfd, and its taking over after the daemon died. It does not know what the monitor is.
+package vmproc
 
 import (
 	"bytes"
@@ -21,104 +23,127 @@ import (
 	"github.com/forkd/forkd/internal/vmm"
 )
 
-// Files of a machine's run directory.
-const (
-	qmpSocket     = "qmp.sock"
-	stateSocket   = "state.sock" // a second control connection; see StageState
-	controlSocket = "control.sock"
-	dataSocket    = "data.sock"
-	processFile   = "process.json"
-	consoleFile   = "console.log"
-)
+// processFile is the record of a process in its directory.
+const processFile = "process.json"
 
 // maxSocketPath is what the kernel takes for the path of a Unix socket, less its final zero.
 const maxSocketPath = 107
 
-// stderrLimit is how much of QEMU's newest error output is kept.
+// stderrLimit is how much of a monitor's newest error output is kept.
 const stderrLimit = 8 << 10
 
-// process is a QEMU process, started by this daemon or by an earlier one.
-type process struct {
-	id     vmm.Process
+// Process is a monitor's process, started by this daemon or by an earlier one.
+type Process struct {
+	ID     vmm.Process // its engine may complete what it knows of descriptors and threads before Record
+	Status string      // how it ended; valid when Done is closed
+
+	name   string
 	cmd    *exec.Cmd // nil when an earlier daemon started it
 	stderr tail
 	done   chan struct{} // closed when the process has ended and was reaped
-	status string        // how it ended; valid when done is closed
 
 	mu    sync.Mutex
 	pidfd int // -1 when the process has ended
 }
 
-// startProcess runs QEMU in dir with files as its descriptors from 3 on.
-func startProcess(binary, dir string, args []string, files []*os.File) (*process, error) {
-	cmd := exec.Command(binary, args...)
-	cmd.Dir = dir // names the machine in /proc/PID/cwd even if we die before the record is written
+// Command is what to start.
+type Command struct {
+	Name   string // of the monitor, for messages: "QEMU"
+	Binary string
+	Dir    string // the machine's run directory
+	Args   []string
+	Stdin  *os.File   // nil: the null device
+	Stdout *os.File   // nil: the null device
+	Files  []*os.File // its descriptors from 3 on
+}
+
+// Start runs a monitor.
+func Start(c Command) (*Process, error) {
+	cmd := exec.Command(c.Binary, c.Args...)
+	cmd.Dir = c.Dir // names the machine in /proc/PID/cwd even if we die before the record is written
 	cmd.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C"}
-	cmd.ExtraFiles = files
-	p := &process{cmd: cmd, done: make(chan struct{})}
+	cmd.ExtraFiles = c.Files
+	if c.Stdin != nil {
+		cmd.Stdin = c.Stdin
+	}
+	if c.Stdout != nil {
+		cmd.Stdout = c.Stdout
+	}
+	p := &Process{name: c.Name, cmd: cmd, done: make(chan struct{}), pidfd: -1}
 	r, w, err := os.Pipe()
 	if err != nil {
-		return nil, fmt.Errorf("pipe for QEMU's errors: %w", err)
+		return nil, fmt.Errorf("pipe for %s's errors: %w", c.Name, err)
 	}
 	cmd.Stderr = w
-	p.pidfd = -1
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, PidFD: &p.pidfd}
 	err = cmd.Start()
 	w.Close()
 	if err != nil {
 		r.Close()
-		return nil, fmt.Errorf("start %s: %w", binary, err)
+		return nil, fmt.Errorf("start %s: %w", c.Binary, err)
 	}
-	p.id = vmm.Process{PID: cmd.Process.Pid, Dir: dir}
+	p.ID = vmm.Process{PID: cmd.Process.Pid, Dir: c.Dir}
 	// Before it is reaped: until then its number is its own, even if it has ended already.
-	_, p.id.StartTicks, err = processStat(p.id.PID)
+	_, p.ID.StartTicks, err = processStat(p.ID.PID)
 	go p.reap(r)
 	if err != nil {
-		p.kill()
-		return nil, fmt.Errorf("start time of QEMU: %w", err)
+		p.Kill()
+		return nil, fmt.Errorf("start time of %s: %w", c.Name, err)
 	}
 	return p, nil
 }
 
-// record writes the process's identity to its directory, so that it can be found after a crash.
-func (p *process) record() error {
-	b, err := json.Marshal(p.id)
+// Done is closed when the process has ended.
+func (p *Process) Done() <-chan struct{} { return p.done }
+
+// Said is the end of what the monitor wrote to its error output.
+func (p *Process) Said() string { return p.stderr.String() }
+
+// Explain adds to an error what the monitor itself said before it ended.
+func (p *Process) Explain(err error) error {
+	if said := p.Said(); said != "" {
+		return fmt.Errorf("%w: %s said: %s", err, p.name, said)
+	}
+	return err
+}
+
+// Record writes the process's identity to its directory, so that it can be found after a crash.
+func (p *Process) Record() error {
+	b, err := json.Marshal(p.ID)
 	if err != nil {
 		return err
 	}
-	tmp := filepath.Join(p.id.Dir, processFile+".new")
+	tmp := filepath.Join(p.ID.Dir, processFile+".new")
 	if err := os.WriteFile(tmp, b, 0o600); err != nil {
 		return fmt.Errorf("record process: %w", err)
 	}
-	return os.Rename(tmp, filepath.Join(p.id.Dir, processFile))
+	return os.Rename(tmp, filepath.Join(p.ID.Dir, processFile))
 }
 
-func (p *process) reap(stderr *os.File) {
+func (p *Process) reap(stderr *os.File) {
 	copied := make(chan struct{})
 	go func() {
 		defer close(copied)
 		io.Copy(&p.stderr, stderr)
 		stderr.Close()
 	}()
-	// The main thread of a QEMU may be stopped for a system call of ours (internal/memory), and the kernel reports every stop of a traced child
+	// The main thread of a monitor may be stopped for a system call of ours (internal/memory), and the kernel reports every stop of a traced child
 	// to whoever in this process waits for it: Wait would take the first one for the end. A pidfd tells of nothing but that.
 	if p.pidfd >= 0 {
 		waitPidfd(p.pidfd)
 	}
-	// Not Wait at first: it would take a stop for the end, when we trace the process to run a call in it (internal/memory).
-	waitPidfd(p.pidfd)
 	err := p.cmd.Wait()
 	<-copied
 	p.release()
-	p.status = "exit status 0"
+	p.Status = "exit status 0"
 	if err != nil {
-		p.status = err.Error()
+		p.Status = err.Error()
 	}
 	close(p.done)
 }
 
 // signal sends a signal by the pidfd, which names this process even when its number was given to another.
-func (p *process) signal(sig unix.Signal) {
+func (p *Process) signal(sig unix.Signal) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.pidfd >= 0 {
@@ -127,7 +152,7 @@ func (p *process) signal(sig unix.Signal) {
 }
 
 // release closes the pidfd. Preconditions: the process has ended.
-func (p *process) release() {
+func (p *Process) release() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.pidfd >= 0 {
@@ -136,8 +161,8 @@ func (p *process) release() {
 	}
 }
 
-// adoptProcess finds a process that an earlier daemon started.
-func adoptProcess(id vmm.Process) (*process, error) {
+// Adopt finds a process that an earlier daemon started.
+func Adopt(name string, id vmm.Process) (*Process, error) {
 	fd, err := unix.PidfdOpen(id.PID, 0)
 	if err != nil {
 		return nil, fmt.Errorf("process %d: %w", id.PID, vmm.ErrGone)
@@ -148,11 +173,11 @@ func adoptProcess(id vmm.Process) (*process, error) {
 		unix.Close(fd)
 		return nil, fmt.Errorf("process %d is another one now: %w", id.PID, vmm.ErrGone)
 	}
-	p := &process{id: id, pidfd: fd, done: make(chan struct{})}
+	p := &Process{ID: id, name: name, pidfd: fd, done: make(chan struct{})}
 	go func() {
 		waitPidfd(fd)
 		p.release()
-		p.status = "ended while no daemon was its parent"
+		p.Status = "ended while no daemon was its parent"
 		close(p.done)
 	}()
 	return p, nil
@@ -168,8 +193,8 @@ func waitPidfd(fd int) {
 	}
 }
 
-// kill ends the process and waits until it is gone.
-func (p *process) kill() {
+// Kill ends the process and waits until it is gone.
+func (p *Process) Kill() {
 	select {
 	case <-p.done:
 	default:
@@ -178,9 +203,9 @@ func (p *process) kill() {
 	<-p.done
 }
 
-// clean removes what the machine left in its directory. Preconditions: the process has ended.
-func (p *process) clean() error {
-	entries, err := os.ReadDir(p.id.Dir)
+// Clean removes what the machine left in its directory. Preconditions: the process has ended.
+func (p *Process) Clean() error {
+	entries, err := os.ReadDir(p.ID.Dir)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
 	}
@@ -188,7 +213,7 @@ func (p *process) clean() error {
 		return fmt.Errorf("clean machine directory: %w", err)
 	}
 	for _, e := range entries {
-		if err := os.RemoveAll(filepath.Join(p.id.Dir, e.Name())); err != nil {
+		if err := os.RemoveAll(filepath.Join(p.ID.Dir, e.Name())); err != nil {
 			return fmt.Errorf("clean machine directory: %w", err)
 		}
 	}
@@ -219,8 +244,11 @@ func processStat(pid int) (state string, ticks uint64, err error) {
 	return fields[0], ticks, err
 }
 
-// listen binds a Unix socket in dir and returns it as a file that QEMU can inherit.
-func listen(dir, name string) (*os.File, error) {
+// CleanDir removes what a machine without a process left in its directory.
+func CleanDir(dir string) error { return (&Process{ID: vmm.Process{Dir: dir}}).Clean() }
+
+// Listen binds a Unix socket in dir and returns it as a file that a monitor can inherit.
+func Listen(dir, name string) (*os.File, error) {
 	path := filepath.Join(dir, name)
 	if len(path) > maxSocketPath {
 		return nil, fmt.Errorf("socket path %s is %d bytes long, the system takes %d: choose a shorter run directory: %w",
@@ -230,12 +258,13 @@ func listen(dir, name string) (*os.File, error) {
 	if err != nil {
 		return nil, fmt.Errorf("machine socket: %w", err)
 	}
-	l.SetUnlinkOnClose(false) // QEMU goes on listening on it
+	l.SetUnlinkOnClose(false) // the monitor goes on listening on it
 	defer l.Close()
 	return l.File()
 }
 
-func dial(ctx context.Context, dir, name string) (*net.UnixConn, error) {
+// Dial connects to a socket in dir.
+func Dial(ctx context.Context, dir, name string) (*net.UnixConn, error) {
 	var d net.Dialer
 	c, err := d.DialContext(ctx, "unix", filepath.Join(dir, name))
 	if err != nil {

@@ -1,4 +1,4 @@
-package qemu
+package vmproc
 
 import (
 	"errors"
@@ -17,59 +17,59 @@ import (
 
 func TestProcessEnds(t *testing.T) {
 	dir := t.TempDir()
-	p, err := startProcess("/bin/sh", dir, []string{"-c", "echo a reason >&2; exit 3"}, nil)
+	p, err := Start(Command{Name: "sleep", Binary: "/bin/sh", Dir: dir, Args: []string{"-c", "echo a reason >&2; exit 3"}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	<-p.done
-	if p.status != "exit status 3" || p.stderr.String() != "a reason" {
-		t.Errorf("ended with %q, said %q, want exit status 3 and the reason", p.status, p.stderr.String())
+	if p.Status != "exit status 3" || p.Said() != "a reason" {
+		t.Errorf("ended with %q, said %q, want exit status 3 and the reason", p.Status, p.Said())
 	}
-	p.kill() // after the end: nothing happens
+	p.Kill() // after the end: nothing happens
 }
 
 // TestStopIsNoEnd stops a process as it is stopped for a system call of ours, and lets it go on.
 func TestStopIsNoEnd(t *testing.T) {
-	p, err := startProcess("/bin/sleep", t.TempDir(), []string{"60"}, nil)
+	p, err := Start(Command{Name: "sleep", Binary: "/bin/sleep", Dir: t.TempDir(), Args: []string{"60"}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer p.kill()
+	defer p.Kill()
 	runtime.LockOSThread() // the tracer is a thread
 	defer runtime.UnlockOSThread()
 	for _, request := range []int{unix.PTRACE_SEIZE, unix.PTRACE_INTERRUPT} {
-		if _, _, e := unix.Syscall6(unix.SYS_PTRACE, uintptr(request), uintptr(p.id.PID), 0, 0, 0, 0); e != 0 {
+		if _, _, e := unix.Syscall6(unix.SYS_PTRACE, uintptr(request), uintptr(p.ID.PID), 0, 0, 0, 0); e != 0 {
 			t.Skipf("tracing is not possible here: %v", e)
 		}
 	}
 	select {
 	case <-p.done:
-		t.Errorf("a stopped process is said to have ended: %s", p.status)
+		t.Errorf("a stopped process is said to have ended: %s", p.Status)
 	case <-time.After(200 * time.Millisecond):
 	}
-	if err := unix.PtraceDetach(p.id.PID); err != nil {
+	if err := unix.PtraceDetach(p.ID.PID); err != nil {
 		t.Error(err)
 	}
-	p.kill()
-	if p.status != "signal: killed" {
-		t.Errorf("ended with %q, want it killed", p.status)
+	p.Kill()
+	if p.Status != "signal: killed" {
+		t.Errorf("ended with %q, want it killed", p.Status)
 	}
 }
 
 func TestKillWaitsAndCleans(t *testing.T) {
 	dir := t.TempDir()
-	p, err := startProcess("/bin/sleep", dir, []string{"60"}, nil)
+	p, err := Start(Command{Name: "sleep", Binary: "/bin/sleep", Dir: dir, Args: []string{"60"}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := p.record(); err != nil {
+	if err := p.Record(); err != nil {
 		t.Fatal(err)
 	}
-	p.kill()
-	if _, err := startTicks(p.id.PID); err == nil {
+	p.Kill()
+	if _, err := startTicks(p.ID.PID); err == nil {
 		t.Error("the process lives on after kill returned")
 	}
-	if err := p.clean(); err != nil {
+	if err := p.Clean(); err != nil {
 		t.Error(err)
 	}
 	if left, _ := os.ReadDir(dir); len(left) != 0 {
@@ -78,23 +78,23 @@ func TestKillWaitsAndCleans(t *testing.T) {
 }
 
 func TestAdoptRefusesAnotherProcess(t *testing.T) {
-	p, err := startProcess("/bin/sleep", t.TempDir(), []string{"60"}, nil)
+	p, err := Start(Command{Name: "sleep", Binary: "/bin/sleep", Dir: t.TempDir(), Args: []string{"60"}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer p.kill()
-	other := p.id
+	defer p.Kill()
+	other := p.ID
 	other.StartTicks++
-	if _, err := adoptProcess(other); !errors.Is(err, vmm.ErrGone) {
+	if _, err := Adopt("sleep", other); !errors.Is(err, vmm.ErrGone) {
 		t.Errorf("a process of another start time: %v, want ErrGone", err)
 	}
-	a, err := adoptProcess(p.id)
+	a, err := Adopt("sleep", p.ID)
 	if err != nil {
 		t.Fatal(err)
 	}
-	a.kill()
+	a.Kill()
 	<-p.done
-	if _, err := adoptProcess(p.id); !errors.Is(err, vmm.ErrGone) {
+	if _, err := Adopt("sleep", p.ID); !errors.Is(err, vmm.ErrGone) {
 		t.Errorf("a process that ended: %v, want ErrGone", err)
 	}
 }
@@ -108,18 +108,18 @@ func TestStartTicksOfOddNames(t *testing.T) {
 	if err := os.Symlink(sleep, odd); err != nil {
 		t.Fatal(err)
 	}
-	p, err := startProcess(odd, t.TempDir(), []string{"60"}, nil)
+	p, err := Start(Command{Name: "sleep", Binary: odd, Dir: t.TempDir(), Args: []string{"60"}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer p.kill()
-	if p.id.StartTicks == 0 {
+	defer p.Kill()
+	if p.ID.StartTicks == 0 {
 		t.Error("start ticks of a process with an odd name: 0")
 	}
 }
 
 func TestListenRefusesLongPaths(t *testing.T) {
-	_, err := listen("/"+strings.Repeat("x", 100), controlSocket)
+	_, err := Listen("/"+strings.Repeat("x", 100), "control.sock")
 	if !errors.Is(err, vmm.ErrInvalidConfig) || !strings.Contains(err.Error(), "shorter run directory") {
 		t.Errorf("got %v, want ErrInvalidConfig and what to do", err)
 	}
