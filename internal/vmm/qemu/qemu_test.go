@@ -1,7 +1,6 @@
 package qemu
 
 import (
-	"os"
 	"os/exec"
 	"testing"
 )
@@ -13,13 +12,4 @@ func needQEMU(t *testing.T) string {
 		t.Skipf("%s is not installed", DefaultBinary)
 	}
 	return path
-}
-
-func readFile(t *testing.T, path string) []byte {
-	t.Helper()
-	b, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return b
 }
