@@ -52,7 +52,7 @@ type Engine interface {
 	// Probe reports what the engine is and can do on this host. It runs no guest, and answers from a cache after the first call.
 	// It wraps ErrUnavailable when the engine can't be used and says what to do.
 	Probe(ctx context.Context) (Info, error)
-	// Boot starts a parent whose RAM is cfg.Memory, mapped shared. It returns when the machine runs, before the guest is up.
+	// Boot starts a parent whose RAM is cfg.Memory, or will be there after SaveState. It returns when the machine runs, before the guest is up.
 	Boot(ctx context.Context, cfg BootConfig) (Machine, error)
 	// Prepare starts a monitor over cfg.Memory, mapped private. No guest code runs until the returned monitor was loaded and resumed.
 	Prepare(ctx context.Context, cfg PrepareConfig) (Prepared, error)
@@ -78,7 +78,8 @@ type Machine interface {
 	Pause(ctx context.Context) error
 	// Resume lets the vCPUs run. Resuming a running machine is not an error.
 	Resume(ctx context.Context) error
-	// SaveState writes the device state, without memory, to w at offset zero.
+	// SaveState writes the device state, without memory, to w at offset zero. It also sees to it that BootConfig.Memory holds a parent's
+	// memory.
 	// Preconditions: the machine is paused.
 	SaveState(ctx context.Context, w *os.File) error
 	// Dial connects to a guest port. With QEMU a port carries one connection at a time: a second one waits for the first to close.
@@ -145,7 +146,7 @@ type Shape struct {
 type BootConfig struct {
 	Dir       string // run directory: exists, empty, ours alone
 	Shape     Shape
-	Memory    *os.File // guest RAM: a memfd of Shape.MemMiB MiB, mapped shared
+	Memory    *os.File // guest RAM: a memfd of Shape.MemMiB MiB, mapped shared; or where RAM of the engine's own goes with SaveState
 	Kernel    *os.File // bzImage
 	Initramfs *os.File
 	Rootfs    *os.File // read-only root file system image
@@ -179,6 +180,9 @@ type Info struct {
 type Features struct {
 	Console bool // machines implement Console
 	Files   bool // Prepared monitors and machines implement FileReceiver
-	Layers  bool // layers may be mapped over a Prepared monitor's memory
+	Layers  bool // layers may be mapped over a monitor's memory: over a Prepared one's, unless LayersLoaded
 	Live    bool // the monitor's memory can be write-protected from outside (live branch)
+
+	// LayersLoaded: a Prepared monitor has no guest memory yet. Layers are mapped over the machine that Load returns, before it runs.
+	LayersLoaded bool
 }

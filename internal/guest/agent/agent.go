@@ -87,6 +87,7 @@ type Agent struct {
 	identBusy atomic.Bool // an identity is being applied
 	stop      int         // an eventfd that ends the loop; -1 for init
 	fd        int         // connection, -1 while there is none
+	received  uint64      // bytes of what is said on the connection, and on those that it goes on from
 	session   uint64      // of the connection; 0 before HELLO
 	env       []string    // of the identity
 	warm      struct {

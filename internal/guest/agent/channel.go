@@ -69,5 +69,5 @@ func listenVsock(number uint32) (transport, error) {
 		unix.Close(fd)
 		return nil, os.NewSyscallError("vsock listen", err)
 	}
-	return &listener{fd: fd, conn: -1}, nil
+	return &streams{listener: listener{fd: fd, conn: -1}}, nil
 }

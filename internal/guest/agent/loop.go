@@ -86,16 +86,19 @@ func (a *Agent) wait(t transport) error {
 }
 
 func (a *Agent) connect(t transport, r *reader) error {
-	fd, err := t.connect()
-	if err != nil {
+	fd, goesOn, err := t.connect(&a.out, a.received)
+	if err != nil || fd < 0 {
 		return err
 	}
-	if fd >= 0 {
-		a.fd = fd
-		a.out.connect(fd)
-		r.dec.Reset()
-		r.asm.Reset()
+	a.fd = fd
+	if goesOn {
+		return nil
 	}
+	a.session, a.received = 0, 0
+	a.out.session.Store(0)
+	a.out.connect(fd)
+	r.dec.Reset()
+	r.asm.Reset()
 	return nil
 }
 
@@ -115,10 +118,15 @@ func (a *Agent) receive(t transport, r *reader) {
 	if err == unix.EINTR || err == unix.EAGAIN {
 		return
 	}
+	if err != nil && t.broke(&a.out) {
+		a.fd = -1
+		return
+	}
 	if err != nil || n <= 0 {
 		a.disconnect(t)
 		return
 	}
+	a.received += uint64(n)
 	r.dec.Filled(n)
 	for {
 		f, ok := r.dec.Next()

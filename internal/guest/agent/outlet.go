@@ -15,6 +15,7 @@ type outlet struct {
 	mu      sync.Mutex
 	fd      int
 	buf     []byte
+	sent    *agentproto.Sent // what was sent, where the connection can break and be gone on from; nil elsewhere
 }
 
 // encoder is a message of agentproto.
@@ -33,14 +34,33 @@ func (o *outlet) connect(fd int) {
 // send writes a message of at most one frame that does not escape.
 func (o *outlet) send(session uint64, kind agentproto.Kind, id uint32, msg []byte) {
 	o.mu.Lock()
-	if session == o.session.Load() && o.fd >= 0 {
+	if session == o.session.Load() && o.open() {
 		b := agentproto.AppendHeader(o.buf[:0], kind, false, session, id, len(msg))
 		b = append(b, msg...)
 		b = agentproto.AppendTrailer(b)
 		o.buf = b
-		writeAll(o.fd, b)
+		o.write(b)
 	}
 	o.mu.Unlock()
+}
+
+// open says whether what is written has somewhere to go. Preconditions: o.mu is held.
+func (o *outlet) open() bool { return o.fd >= 0 || o.sent != nil }
+
+// partedLimit bounds what is kept for a host that is away.
+const partedLimit = 64 << 20
+
+// write sends b now, or keeps it for the next connection. Preconditions: o.mu is held.
+func (o *outlet) write(b []byte) {
+	if o.sent != nil {
+		o.sent.Add(b, o.fd < 0)
+		if o.fd < 0 && o.sent.Kept() > partedLimit {
+			o.sent = nil // the host learns of it when it comes back
+		}
+	}
+	if o.fd >= 0 {
+		writeAll(o.fd, b)
+	}
 }
 
 // sendLong writes a message of any length. Between its frames others get their turn, so that a ping does not wait for a long output.
@@ -53,7 +73,7 @@ func (o *outlet) sendLong(session uint64, kind agentproto.Kind, id uint32, msg [
 		msg = msg[len(part):]
 		var head [agentproto.HeaderSize]byte
 		o.mu.Lock()
-		if session != o.session.Load() || o.fd < 0 {
+		if session != o.session.Load() || !o.open() {
 			o.mu.Unlock()
 			return
 		}
@@ -64,7 +84,7 @@ func (o *outlet) sendLong(session uint64, kind agentproto.Kind, id uint32, msg [
 		if cap(b) <= 8<<10 {
 			o.buf = b // a big buffer is not kept: it would be copied into every snapshot
 		}
-		writeAll(o.fd, b)
+		o.write(b)
 		o.mu.Unlock()
 		if len(msg) == 0 {
 			return

@@ -1,0 +1,260 @@
+package firecracker
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"regexp"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/forkd/forkd/internal/hostcpu"
+	"github.com/forkd/forkd/internal/vmm"
+	"github.com/forkd/forkd/internal/vmm/probeguest"
+)
+
+// abilities is what a binary proved to do on this host.
+type abilities struct {
+	info  vmm.Info
+	major int
+	minor int
+	save  SaveMode
+}
+
+// older says whether the binary is older than a version.
+func (a *abilities) older(major, minor int) bool {
+	return a.major < major || a.major == major && a.minor < minor
+}
+
+// The oldest version that is known to work.
+const (
+	oldestMajor = 1
+	oldestMinor = 12
+)
+
+var versionLine = regexp.MustCompile(`(?m)^Firecracker v((\d+)\.(\d+)\.\S+)$`)
+
+// abilities finds out, once, what the binary can do.
+func (e *Engine) abilities(ctx context.Context) (*abilities, error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.probed != nil {
+		return e.probed, nil
+	}
+	a, err := e.probe(ctx)
+	if err != nil {
+		if cause := context.Cause(ctx); cause != nil {
+			return nil, fmt.Errorf("probe Firecracker: %w", cause)
+		}
+		return nil, err
+	}
+	e.probed = a
+	return a, nil
+}
+
+func (e *Engine) probe(ctx context.Context) (*abilities, error) {
+	path, err := exec.LookPath(e.opt.Binary)
+	if err != nil {
+		return nil, fmt.Errorf("Firecracker (%s) not found (%w): give it with --firecracker or FORKD_FIRECRACKER: %w", e.opt.Binary, err, vmm.ErrUnavailable)
+	}
+	a, err := askVersion(ctx, path)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", err, vmm.ErrUnavailable)
+	}
+	if err := e.checkKVM(); err != nil {
+		return nil, fmt.Errorf("%w: %w", err, vmm.ErrUnavailable)
+	}
+	if a.info, err = e.describe(a.info); err != nil {
+		return nil, err
+	}
+	e.opt.Binary = path
+	if e.opt.Save != "" {
+		a.save = e.opt.Save
+		return a, nil
+	}
+	if err := e.trySaving(ctx, a); err != nil {
+		return nil, fmt.Errorf("%s %s was tried with a small guest, and failed: %w: %w", path, a.info.Version, err, vmm.ErrUnavailable)
+	}
+	return a, nil
+}
+
+// askVersion runs the binary for its version.
+func askVersion(ctx context.Context, path string) (*abilities, error) {
+	ctx, cancel := context.WithTimeout(ctx, callLimit)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, path, "--version")
+	cmd.WaitDelay = time.Second
+	out, err := cmd.CombinedOutput()
+	m := versionLine.FindSubmatch(out)
+	if m == nil {
+		said, _, _ := strings.Cut(strings.TrimSpace(string(out)), "\n")
+		return nil, fmt.Errorf("%s --version: %.200q (%v): is it Firecracker?", path, said, err)
+	}
+	a := &abilities{info: vmm.Info{Engine: "firecracker", Version: string(m[1]), Accel: "kvm", Machine: "mmio", Binary: path}}
+	a.major, _ = strconv.Atoi(string(m[2]))
+	a.minor, _ = strconv.Atoi(string(m[3]))
+	if a.older(oldestMajor, oldestMinor) {
+		return nil, fmt.Errorf("%s is Firecracker %s, at least %d.%d is needed", path, m[1], oldestMajor, oldestMinor)
+	}
+	return a, nil
+}
+
+func (e *Engine) checkKVM() error {
+	err := probeguest.Accessible()
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return fmt.Errorf("this host has no KVM (%w): Firecracker needs it", err)
+	case errors.Is(err, fs.ErrPermission):
+		return fmt.Errorf("KVM is not ours to use (%w): run as root or join the group of %s", err, probeguest.Device)
+	case err != nil:
+		return fmt.Errorf("KVM can't be used: %w", err)
+	}
+	err = e.opt.KVM()
+	if e.opt.Bare && errors.Is(err, probeguest.ErrNoStockKernel) {
+		return nil
+	}
+	return err
+}
+
+// describe fills in what a snapshot depends on besides the binary.
+func (e *Engine) describe(info vmm.Info) (vmm.Info, error) {
+	cpu, err := hostcpu.Read(os.DirFS("/"))
+	if err != nil {
+		return info, fmt.Errorf("processor: %w", err)
+	}
+	info.CPU = "host: " + cpu.Model
+	if e.opt.CPUTemplate != "" {
+		info.CPU = "template " + e.opt.CPUTemplate + " on " + cpu.Vendor
+	}
+	if info.TSCkHz, err = e.opt.TSCkHz(); err != nil {
+		return info, fmt.Errorf("rate of the time stamp counter: %w", err)
+	}
+	info.Features = vmm.Features{Console: true, Layers: true, LayersLoaded: true}
+	if f, err := os.OpenFile("/dev/userfaultfd", os.O_RDWR, 0); err == nil {
+		f.Close()
+		info.Features.Live = true
+	}
+	return info, nil
+}
+
+// probeMiB is the memory of the guest that a binary is tried with.
+const probeMiB = 16
+
+// trySaving boots a guest of a few hundred bytes, saves it in the ways that we need, and restores it.
+func (e *Engine) trySaving(ctx context.Context, a *abilities) (err error) {
+	dir, err := os.MkdirTemp("", "forkd-probe-")
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	kernel, err := memfdOf("probe-kernel", probeguest.Kernel())
+	if err != nil {
+		return err
+	}
+	defer kernel.Close()
+	ram, err := memfdOf("probe", nil)
+	if err != nil {
+		return err
+	}
+	defer ram.Close()
+	if err := ram.Truncate(probeMiB << 20); err != nil {
+		return err
+	}
+	state, err := newState()
+	if err != nil {
+		return err
+	}
+	defer state.Close()
+	a.save = SaveStateOnly
+	trial := New(Options{Binary: e.opt.Binary, Bare: true, Serial: true, Log: e.opt.Log})
+	trial.probed = a
+	if err := trial.tryParent(ctx, a, dir, kernel, ram, state); err != nil {
+		return err
+	}
+	return trial.tryChild(ctx, dir, ram, state)
+}
+
+// tryParent freezes the guest: its memory by the number of an inherited file, then its state once more without the memory.
+func (e *Engine) tryParent(ctx context.Context, a *abilities, dir string, kernel, ram, state *os.File) error {
+	m, err := e.boot(ctx, a, vmm.BootConfig{Dir: dir, Shape: vmm.Shape{MemMiB: probeMiB, VCPUs: 1}, Memory: ram, Kernel: kernel})
+	if err != nil {
+		return err
+	}
+	defer m.Kill()
+	heard := m.Listen()
+	if _, err := m.Write([]byte{probeguest.Echo}); err != nil {
+		return err
+	}
+	if err := hear(ctx, m, heard, probeguest.Echo); err != nil {
+		return fmt.Errorf("boot a test guest: %w", err)
+	}
+	if err := m.Pause(ctx); err != nil {
+		return err
+	}
+	if err := m.SaveState(ctx, state); err != nil {
+		return err
+	}
+	m.session.parent = false
+	only, err := newState()
+	if err != nil {
+		return err
+	}
+	defer only.Close()
+	if err := m.SaveState(ctx, only); err != nil {
+		e.opt.Log.Info("Firecracker does not save a device state without the memory: pauses grow with what has changed", "why", err)
+		a.save = SaveDiff
+		return nil
+	}
+	return copyState(state, only)
+}
+
+// tryChild restores the guest, and sees whether it answers.
+func (e *Engine) tryChild(ctx context.Context, dir string, ram, state *os.File) error {
+	p, err := e.Prepare(ctx, vmm.PrepareConfig{Dir: dir, Shape: vmm.Shape{MemMiB: probeMiB, VCPUs: 1}, Memory: ram})
+	if err != nil {
+		return err
+	}
+	loaded, err := p.Load(ctx, state)
+	if err != nil {
+		return err
+	}
+	m := loaded.(*machine)
+	defer m.Kill()
+	if err := m.Resume(ctx); err != nil {
+		return err
+	}
+	heard := m.Listen()
+	if _, err := m.Write([]byte{probeguest.Echo}); err != nil {
+		return err
+	}
+	if err := hear(ctx, m, heard, probeguest.Echo); err != nil {
+		return fmt.Errorf("restore a test guest: %w", err)
+	}
+	return nil
+}
+
+// hearLimit is how long a test guest may take to answer.
+const hearLimit = 2 * time.Second
+
+// hear waits for a byte on the guest's serial port.
+func hear(ctx context.Context, m *machine, heard <-chan []byte, want byte) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, hearLimit, fmt.Errorf("it did not answer within %v: %w", hearLimit, context.DeadlineExceeded))
+	defer cancel()
+	for {
+		select {
+		case b := <-heard:
+			if bytes.IndexByte(b, want) >= 0 {
+				return nil
+			}
+		case <-m.Done():
+			return fmt.Errorf("it ended: %s", m.Exit().Detail)
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}

@@ -1,0 +1,117 @@
+package firecracker
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/forkd/forkd/internal/vmm"
+)
+
+// notAFile is a memory file that can't be opened: the machine's own directory.
+const notAFile = "."
+
+// maxState bounds a device state. Firecracker's own bound is 100 KiB.
+const maxState = 16 << 20
+
+// load hands Firecracker a device state. The guest stays paused.
+func (s *session) load(ctx context.Context, state *os.File) error {
+	if err := context.Cause(ctx); err != nil {
+		return err
+	}
+	if err := copyState(s.state, state); err != nil {
+		return err
+	}
+	request := snapshotLoad{}
+	if s.abilities.save == SaveDiff {
+		request.EnableDiff, request.TrackDirty = s.abilities.older(1, 13), !s.abilities.older(1, 13)
+	}
+	err := s.do(ctx, loadSnapshot(request))
+	var refused *refusal
+	if errors.As(err, &refused) {
+		return fmt.Errorf("%w: %w", err, vmm.ErrIncompatible)
+	}
+	if errors.Is(err, vmm.ErrGone) { // it ends when it can't make sense of a state
+		return fmt.Errorf("%w: %w", err, vmm.ErrIncompatible)
+	}
+	return err
+}
+
+// copyState replaces what to holds.
+func copyState(to, from *os.File) error {
+	fi, err := from.Stat()
+	if err != nil {
+		return fmt.Errorf("device state: %w", err)
+	}
+	if fi.Size() == 0 || fi.Size() > maxState {
+		return fmt.Errorf("device state has %d bytes: %w", fi.Size(), vmm.ErrIncompatible)
+	}
+	b := make([]byte, fi.Size())
+	if _, err := io.ReadFull(io.NewSectionReader(from, 0, fi.Size()), b); err != nil {
+		return fmt.Errorf("read device state: %w", err)
+	}
+	if err := to.Truncate(0); err != nil {
+		return fmt.Errorf("write device state: %w", err)
+	}
+	if _, err := to.WriteAt(b, 0); err != nil {
+		return fmt.Errorf("write device state: %w", err)
+	}
+	return nil
+}
+
+// SaveState implements vmm.Machine. A parent's memory is written to BootConfig.Memory at the same time.
+func (m *machine) SaveState(ctx context.Context, w *os.File) error {
+	m.mu.Lock()
+	m.saved = true // even if it fails below, the guest may have been told
+	m.mu.Unlock()
+	s := m.session
+	if err := s.state.Truncate(0); err != nil {
+		return fmt.Errorf("state file: %w", err)
+	}
+	if err := s.save(ctx); err != nil {
+		return err
+	}
+	return copyState(w, s.state)
+}
+
+func (s *session) save(ctx context.Context) error {
+	if s.parent {
+		return s.do(ctx, createSnapshot("Full", fdPath(fdMemory), saveLimit(s.memoryMiB)))
+	}
+	switch s.abilities.save {
+	case SaveDiff:
+		return s.saveWithMemory(ctx, "Diff")
+	case SaveFull:
+		return s.saveWithMemory(ctx, "Full")
+	default:
+		return s.saveStateOnly(ctx)
+	}
+}
+
+// saveStateOnly relies on what was probed: the state is written, and complete, before the memory's file is opened.
+func (s *session) saveStateOnly(ctx context.Context) error {
+	err := s.do(ctx, createSnapshot("Full", notAFile, 0))
+	var refused *refusal
+	switch {
+	case err == nil:
+		return errors.New("save the device state: Firecracker wrote memory to a directory")
+	case !errors.As(err, &refused) || !strings.Contains(refused.message, "memory backing file"):
+		return err
+	}
+	return nil
+}
+
+// saveWithMemory has memory written to a file that is thrown away.
+func (s *session) saveWithMemory(ctx context.Context, kind string) error {
+	scratch, err := os.CreateTemp(s.api.dir, "memory-")
+	if err != nil {
+		return fmt.Errorf("save the device state: %w", err)
+	}
+	defer os.Remove(scratch.Name())
+	defer scratch.Close()
+	return s.do(ctx, createSnapshot(kind, filepath.Base(scratch.Name()), saveLimit(s.memoryMiB)))
+}
