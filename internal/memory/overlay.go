@@ -18,13 +18,14 @@ const MaxOverlay = 10_000
 // ErrTooManyExtents says that an image has more extents than can be mapped into a monitor.
 var ErrTooManyExtents = errors.New("too many extents to map")
 
-// Overlay maps the layers of an image over its base in a prepared monitor, which has mapped the base whole. fds are the numbers
+// Overlay maps the layers of an image over its base in a monitor, which has mapped the base whole. fds are the numbers
 // under which the monitor holds the files of img.Layers(), in order; nil stands for the monitor's LayerFDs. All is done in one
 // stop of its idle thread, and checked afterwards. On an error the monitor's memory is in between and the monitor must be
 // killed; nothing has been changed if the error wraps ErrTooManyExtents (flatten the image) or ErrNotPermitted (flatten it,
 // too: no layers can be mapped on this host).
 //
-// Preconditions: the monitor has not run the guest, nor loaded a device state.
+// Preconditions: the monitor has not run the guest. It has not loaded a device state either, unless it reads nothing of guest memory
+// when it does (vmm.Features.LayersLoaded).
 func Overlay(ctx context.Context, id vmm.Process, img *Image, fds []int) error {
 	layers := img.Layers()
 	if len(layers) == 0 {

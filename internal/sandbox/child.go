@@ -144,8 +144,14 @@ func (m *Manager) startMachine(ctx context.Context, c *child, f *frozen, files r
 	if err := m.hit(ctx, points.prepared); err != nil {
 		return err
 	}
-	if err := memory.Overlay(ctx, prepared.Process(), img, nil); err != nil {
+	info, err := m.engine.Probe(ctx)
+	if err != nil {
 		return err
+	}
+	if !info.Features.LayersLoaded {
+		if err := memory.Overlay(ctx, prepared.Process(), img, nil); err != nil {
+			return err
+		}
 	}
 	kill = func() error { return nil } // Load ends the monitor itself when it fails
 	c.machine, err = prepared.Load(ctx, files.device)
@@ -153,6 +159,11 @@ func (m *Manager) startMachine(ctx context.Context, c *child, f *frozen, files r
 		return err
 	}
 	kill = c.machine.Kill
+	if info.Features.LayersLoaded {
+		if err := memory.Overlay(ctx, c.machine.Process(), img, nil); err != nil {
+			return err
+		}
+	}
 	return m.hit(ctx, points.loaded)
 }
 

@@ -39,16 +39,32 @@ func (s *suite) forkImage(t *testing.T, img *memory.Image, state *os.File) *vm {
 			cfg.Layers = append(cfg.Layers, layer.File)
 		}
 	})
-	if err := memory.Overlay(s.step(t), p.Process(), img, nil); err != nil {
-		if killErr := p.Kill(); killErr != nil {
-			t.Errorf("Kill: %v", killErr)
-		}
-		if errors.Is(err, memory.ErrNotPermitted) {
-			t.Skipf("this host doesn't allow layers: %v", err)
-		}
-		t.Fatalf("Overlay: %v", err)
+	if !s.info.Features.LayersLoaded {
+		s.overlay(t, p, img)
+		return s.resume(t, s.loadInto(t, p, state))
 	}
-	return s.resume(t, s.loadInto(t, p, state))
+	m := s.loadInto(t, p, state)
+	s.overlay(t, m, img)
+	return s.resume(t, m)
+}
+
+// overlay maps the layers of an image over a monitor's memory.
+func (s *suite) overlay(t *testing.T, monitor interface {
+	Process() vmm.Process
+	Kill() error
+}, img *memory.Image) {
+	t.Helper()
+	err := memory.Overlay(s.step(t), monitor.Process(), img, nil)
+	if err == nil {
+		return
+	}
+	if killErr := monitor.Kill(); killErr != nil {
+		t.Errorf("Kill: %v", killErr)
+	}
+	if errors.Is(err, memory.ErrNotPermitted) {
+		t.Skipf("this host doesn't allow layers: %v", err)
+	}
+	t.Fatalf("Overlay: %v", err)
 }
 
 // testLiveBranch freezes a running child into a layer while it goes on, and makes children of that.
