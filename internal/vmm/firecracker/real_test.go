@@ -9,8 +9,8 @@ import (
 	"github.com/forkd/forkd/internal/vmm/probeguest"
 )
 
-// binary is the Firecracker that FORKD_FIRECRACKER names, or the one in PATH.
-func binary(t *testing.T) string {
+// firecrackerBinary is the Firecracker that FORKD_FIRECRACKER names, or the one in PATH.
+func firecrackerBinary(t *testing.T) string {
 	t.Helper()
 	name := os.Getenv("FORKD_FIRECRACKER")
 	if name == "" {
@@ -27,7 +27,7 @@ func TestRealProbe(t *testing.T) {
 	if err := probeguest.Accessible(); err != nil {
 		t.Skipf("no KVM: %v", err)
 	}
-	e := New(Options{Binary: binary(t), Bare: true})
+	e := New(Options{Binary: firecrackerBinary(t), Bare: true})
 	begin := time.Now()
 	info, err := e.Probe(t.Context())
 	t.Logf("%+v in %v: %v", info, time.Since(begin), err)

@@ -1,0 +1,264 @@
+package firecracker
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/internal/memory"
+	"github.com/forkd/forkd/internal/vmm"
+	"github.com/forkd/forkd/internal/vmm/probeguest"
+)
+
+// bare is an engine with a frozen probe guest, on whatever KVM this host has.
+type bare struct {
+	*Engine
+	shape vmm.Shape
+	image *memory.Image
+	state *os.File
+}
+
+const bareMiB = 64
+
+// newBare boots and freezes a probe guest that has obeyed commands.
+func newBare(t *testing.T, opt Options, commands ...byte) *bare {
+	t.Helper()
+	if err := probeguest.Accessible(); err != nil {
+		t.Skipf("no KVM: %v", err)
+	}
+	opt.Binary, opt.Bare, opt.Serial = firecrackerBinary(t), true, true
+	b := &bare{Engine: New(opt), shape: vmm.Shape{MemMiB: bareMiB, VCPUs: 1}}
+	if _, err := b.Probe(t.Context()); err != nil {
+		t.Skipf("this host runs no Firecracker: %v", err)
+	}
+	kernel, err := memory.SealedCopy("kernel", probeguest.Kernel())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer kernel.Close()
+	ram, err := memory.New("bare", bareMiB<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	parent, err := b.Boot(t.Context(), vmm.BootConfig{Dir: t.TempDir(), Shape: b.shape, Memory: ram, Kernel: kernel})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer parent.Kill()
+	ask(t, parent, append([]byte{probeguest.Echo}, commands...), probeguest.Echo)
+	if b.state, err = newState(); err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(parent.Pause(t.Context()), parent.SaveState(t.Context(), b.state), parent.Kill()); err != nil {
+		t.Fatal(err)
+	}
+	if err := memory.Seal(ram); err != nil {
+		t.Fatal(err)
+	}
+	if b.image, err = memory.NewImage(ram); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { b.image.Close(); b.state.Close() })
+	return b
+}
+
+// child restores an image, with a userfaultfd if there is one.
+func (b *bare) child(t *testing.T, img *memory.Image, state *os.File) *machine {
+	t.Helper()
+	cfg := vmm.PrepareConfig{Dir: t.TempDir(), Shape: b.shape, Memory: img.Base()}
+	if uffd, err := memory.OpenUFFD(); err == nil {
+		defer uffd.Close()
+		cfg.UFFD = uffd
+	}
+	for _, l := range img.Layers() {
+		cfg.Layers = append(cfg.Layers, l.File)
+	}
+	p, err := b.Prepare(t.Context(), cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m, err := p.Load(t.Context(), state)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := m.Kill(); err != nil {
+			t.Errorf("Kill: %v", err)
+		}
+		if left, _ := os.ReadDir(cfg.Dir); len(left) > 0 {
+			t.Errorf("left in the machine's directory: %v", left)
+		}
+	})
+	if err := memory.Overlay(t.Context(), m.Process(), img, nil); err != nil {
+		t.Fatal(err)
+	}
+	return m.(*machine)
+}
+
+// ask writes to a guest and waits for what ends its answer.
+func ask(t *testing.T, m vmm.Machine, what []byte, until byte) []byte {
+	t.Helper()
+	serial := m.(Serial)
+	heard := serial.Listen()
+	if _, err := serial.Write(what); err != nil {
+		t.Fatal(err)
+	}
+	var all []byte
+	limit := time.After(10 * time.Second)
+	for {
+		select {
+		case b := <-heard:
+			if all = append(all, b...); len(all) > 0 && (all[len(all)-1] == until || all[0] == until) {
+				return all
+			}
+		case <-limit:
+			t.Fatalf("guest %d says %q, want it to end with %q", m.Process().PID, all, until)
+		}
+	}
+}
+
+// torn asks a guest that works for the pages that it found torn and for its round.
+func torn(t *testing.T, m vmm.Machine) (pages, round uint32) {
+	t.Helper()
+	serial := m.(Serial)
+	heard := serial.Listen()
+	if _, err := serial.Write([]byte{probeguest.Status}); err != nil {
+		t.Fatal(err)
+	}
+	var all []byte
+	limit := time.After(10 * time.Second)
+	for len(all) < 9 {
+		select {
+		case b := <-heard:
+			all = append(all, b...)
+		case <-limit:
+			t.Fatalf("guest %d says %q, want its status", m.Process().PID, all)
+		}
+	}
+	return binary.LittleEndian.Uint32(all[1:]), binary.LittleEndian.Uint32(all[5:])
+}
+
+func resume(t *testing.T, m vmm.Machine) {
+	t.Helper()
+	if err := m.Resume(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestBareChildren(t *testing.T) {
+	b := newBare(t, Options{})
+	for range 3 {
+		m := b.child(t, b.image, b.state)
+		resume(t, m)
+		ask(t, m, []byte{probeguest.Echo}, probeguest.Echo)
+		console, err := m.Console(t.Context())
+		if err != nil || len(console) == 0 {
+			t.Errorf("Console: %q, %v", console, err)
+		}
+	}
+}
+
+func TestBareEnds(t *testing.T) {
+	b := newBare(t, Options{})
+	m := b.child(t, b.image, b.state)
+	resume(t, m)
+	if err := unix.Kill(m.Process().PID, unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	<-m.Done()
+	if got := m.Exit(); got.Reason != vmm.ExitCrashed {
+		t.Errorf("killed from outside: %+v", got)
+	}
+	if err := m.Pause(t.Context()); !errors.Is(err, vmm.ErrGone) {
+		t.Errorf("Pause: %v, want ErrGone", err)
+	}
+	if _, err := m.Dial(t.Context(), vmm.PortControl); !errors.Is(err, vmm.ErrGone) {
+		t.Errorf("Dial: %v, want ErrGone", err)
+	}
+}
+
+func TestBareAttach(t *testing.T) {
+	b := newBare(t, Options{})
+	m := b.child(t, b.image, b.state)
+	resume(t, m)
+	ask(t, m, []byte{probeguest.Echo}, probeguest.Echo)
+	again, err := b.Attach(t.Context(), m.Process())
+	if err != nil {
+		t.Fatal(err)
+	}
+	other := again.(*machine)
+	defer other.session.letGo()
+	for _, step := range []func(context.Context) error{other.Pause, func(ctx context.Context) error { return other.SaveState(ctx, tempFile(t)) }, other.Resume} {
+		if err := step(t.Context()); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func tempFile(t *testing.T) *os.File {
+	t.Helper()
+	f, err := os.Create(filepath.Join(t.TempDir(), "state"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { f.Close() })
+	return f
+}
+
+// TestBareBranch branches a guest that rewrites its pages and checks them, in each way to save its state, several branches deep.
+func TestBareBranch(t *testing.T) {
+	for _, mode := range []SaveMode{SaveStateOnly, SaveDiff, SaveFull} {
+		t.Run(string(mode), func(t *testing.T) {
+			b := newBare(t, Options{Save: mode})
+			source := b.child(t, b.image, b.state)
+			resume(t, source)
+			ask(t, source, probeguest.Command(probeguest.Work, 16<<20/4096), probeguest.Work)
+			img := b.image
+			for depth := range 3 {
+				next, state := branch(t, source, img)
+				source = b.child(t, next, state)
+				resume(t, source)
+				_, before := torn(t, source)
+				for round := before; round < before+2; {
+					_, round = torn(t, source)
+				}
+				if pages, _ := torn(t, source); pages > 0 {
+					t.Errorf("branch %d: %d torn pages", depth, pages)
+				}
+				img = next
+			}
+		})
+	}
+}
+
+// branch freezes a running child.
+func branch(t *testing.T, source *machine, img *memory.Image) (*memory.Image, *os.File) {
+	t.Helper()
+	state := tempFile(t)
+	hooks := memory.Hooks{
+		Pause: func(ctx context.Context) error {
+			return errors.Join(source.Pause(ctx), source.SaveState(ctx, state))
+		},
+		Resume: source.Resume,
+	}
+	got, err := memory.Capture(t.Context(), memory.Target{Process: source.Process(), Image: img}, hooks, memory.CaptureOptions{Mode: memory.ModeLive})
+	if errors.Is(err, memory.ErrNotPermitted) || errors.Is(err, memory.ErrNotTracked) {
+		t.Skipf("no live branches here: %v", err)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("%d pages, pause %v (stop and save %v, hold %v, resume %v)", got.Pages, got.Times.Pause, got.Times.Stop, got.Times.Hold, got.Times.Resume)
+	next, err := img.Derive(got.Layer)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { next.Close() })
+	return next, state
+}
