@@ -97,7 +97,7 @@ func (c *Client) Unpack(ctx context.Context, r io.Reader, opt UnpackOptions) (Un
 		}
 		header.Add("Forkd-Require-Signer", base64.StdEncoding.EncodeToString(der))
 	}
-	resp, err := c.do(ctx, http.MethodPost, path, r, header)
+	resp, err := c.do(ctx, http.MethodPost, path, io.NopCloser(r), header) // r stays the caller's to close
 	if err != nil {
 		return Unpacked{}, err
 	}

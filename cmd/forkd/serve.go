@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/forkd/forkd/internal/server"
+	"github.com/forkd/forkd/internal/thread"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -33,6 +34,7 @@ func (c *serveCmd) Help() string {
 
 // Run runs the daemon until the program is told to stop.
 func (c *serveCmd) Run(p *program) error {
+	thread.Widen()
 	if err := c.fillDefaults(p.getenv); err != nil {
 		return err
 	}

@@ -4,9 +4,10 @@ import (
 	"context"
 	"fmt"
 	"os"
-	"runtime"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/internal/thread"
 )
 
 // sweep captures the changed pages that the fault worker has not, and lets go of all others. It returns what the layer holds when
@@ -25,7 +26,7 @@ func (w *window) sweep(ctx context.Context) ([]Extent, error) {
 			return nil, err
 		}
 		i += n
-		runtime.Gosched() // to the fault worker, where there is one processor
+		thread.Yield() // to the guest, should it be on the same processor
 	}
 	if err := context.Cause(ctx); err != nil {
 		return nil, err // it may have been let go before it was captured
@@ -37,33 +38,39 @@ func (w *window) sweep(ctx context.Context) ([]Extent, error) {
 // sweepWord does the pages of word i, and of the next ones if there is nothing to be captured in any. It returns how many words
 // it did.
 func (w *window) sweepWord(i uint64, buf []byte) (uint64, error) {
-	changed := w.changed[i].Load()
-	if changed == 0 {
+	if w.changed[i].Load() == 0 {
 		n := uint64(1)
 		for n < armStep/wordPages && i+n < uint64(len(w.changed)) && w.changed[i+n].Load() == 0 {
 			n++
 		}
 		return n, w.unprotect(Extent{i * wordPages, min(n*wordPages, w.guest.pages()-i*wordPages)})
 	}
-	mine := changed &^ w.claimed[i].Or(changed)
+	changed := w.changed[i].Load()
+	return 1, w.takeWord(i, changed&^w.claimed[i].Or(changed), buf)
+}
+
+// takeWord captures pages of word i, and lets all pages of the word go that the worker has not claimed.
+// Preconditions: the caller has claimed the pages, and they are all that are left of those that must be captured.
+func (w *window) takeWord(i, mine uint64, buf []byte) error {
 	if err := w.read(buf, i, mine); err != nil {
-		return 0, err
+		return err
 	}
-	w.done[i].Or(mine)
-	// What the worker has claimed it lets go by itself: it may be reading it now.
-	free := ^(changed &^ mine) & mask(min(wordPages, w.guest.pages()-i*wordPages))
-	for e := range runsIn(i, free) {
+	kept := mine &^ w.done[i].Or(mine) // the others the worker has captured, since the guest would have had to wait
+	theirs := w.changed[i].Load() &^ mine
+	for e := range runsIn(i, ^theirs&mask(min(wordPages, w.guest.pages()-i*wordPages))) {
 		if err := w.unprotect(e); err != nil {
-			return 0, err
+			return err
 		}
 	}
 	for e := range runsIn(i, mine) {
-		if err := w.sink.store(e.First, buf[:e.Bytes()]); err != nil {
-			return 0, err
+		for k := range runsIn(i, kept&(mask(e.N)<<(e.First%wordPages))) {
+			if err := w.sink.store(k.First, buf[k.Offset()-e.Offset():][:k.Bytes()]); err != nil {
+				return err
+			}
 		}
 		buf = buf[e.Bytes():]
 	}
-	return 1, nil
+	return nil
 }
 
 // read copies those pages of word i whose bits are set, one behind the other, as the process sees them.

@@ -3,10 +3,11 @@ package memory
 import (
 	"context"
 	"fmt"
-	"runtime"
 
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/internal/thread"
 )
 
 // copyBatch is how many pages are read by one call, and about how many runs of pages.
@@ -96,7 +97,7 @@ func (k *copier) copyHeld(ctx context.Context) ([]Extent, error) {
 // copy reads extents into the layer, on all processors.
 func (k *copier) copy(ctx context.Context, extents []Extent) error {
 	group, ctx := errgroup.WithContext(ctx)
-	group.SetLimit(runtime.GOMAXPROCS(0))
+	group.SetLimit(thread.Cores())
 	var batch []Extent
 	room := uint64(copyBatch)
 	flush := func() {

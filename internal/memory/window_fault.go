@@ -5,26 +5,19 @@ import (
 	"errors"
 	"fmt"
 	"math/bits"
-	"runtime"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/internal/thread"
 )
 
 // faultBatch is how many messages are read at a time.
 const faultBatch = 64
 
-// beFirst has this thread run as soon as it can whatever else the host is busy with: a thread of the guest waits for it, and it
-// only ever runs for microseconds. A host that doesn't allow it has longer stalls, no more.
-func beFirst() {
-	attr := unix.SchedAttr{Size: unix.SizeofSchedAttr, Policy: unix.SCHED_RR, Priority: 1, Flags: unix.SCHED_FLAG_RESET_ON_FORK}
-	unix.SchedSetAttr(0, &attr, 0)
-}
-
 // serve answers the guest's faults until the window is closed. A thread of the guest waits for each of them, so this never
 // waits for the monitor, nor for the sweeper, and writes to the layer only when no fault is pending.
 func (w *window) serve() {
-	runtime.LockOSThread() // for good: the thread ends with the window, and its priority with it
-	beFirst()
+	thread.First()
 	c := newCatcher(w)
 	fds := []unix.PollFd{
 		{Fd: int32(w.uffd.fd), Events: unix.POLLIN},
@@ -95,12 +88,11 @@ func (w *window) serveFault(c *catcher, page uint64) (taken bool, err error) {
 	switch {
 	case w.phase.Load() == open || !w.changed.has(page):
 		return false, w.unprotect(Extent{page, 1})
-	case w.claimed.set(page):
-		return true, c.take(Extent{page, 1})
 	case w.done.has(page):
 		return false, w.unprotect(Extent{page, 1})
 	}
-	return false, nil // whoever is at it lets it go, and that wakes the thread
+	w.claimed.set(page) // if the sweeper has claimed it, it may be long in coming to it: the guest doesn't wait for that
+	return true, c.take(Extent{page, 1})
 }
 
 // note remembers a page that is written while the window is being armed, and lets it go. It reports false when the window is
@@ -173,8 +165,8 @@ func newCatcher(w *window) *catcher {
 	return &catcher{w: w, buf: make([]byte, catcherPages*PageSize)}
 }
 
-// take captures pages of one word of the bitsets and lets them go. They get into the layer later.
-// Preconditions: the caller has claimed them.
+// take captures pages of one word of the bitsets and lets them go. They get into the layer later, unless the sweeper was first.
+// Preconditions: the caller has claimed them, or there is one only.
 func (c *catcher) take(e Extent) error {
 	if c.used+int(e.Bytes()) > len(c.buf) {
 		if err := c.store(); err != nil {
@@ -185,9 +177,10 @@ func (c *catcher) take(e Extent) error {
 	if err := c.w.read(c.buf[c.used:], i, pages); err != nil {
 		return err
 	}
-	c.w.done[i].Or(pages)
-	c.used += int(e.Bytes())
-	c.extents = append(c.extents, e)
+	if c.w.done[i].Or(pages)&pages == 0 {
+		c.used += int(e.Bytes())
+		c.extents = append(c.extents, e)
+	}
 	return c.w.unprotect(e)
 }
 

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/forkd/forkd/internal/failpoint"
+	"github.com/forkd/forkd/internal/thread"
 )
 
 // Phases of a window say what a write-protect fault means.
@@ -23,9 +24,10 @@ const (
 // window holds a guest's memory as it was at one instant, while the guest goes on: what was captured of it is let go, page by
 // page.
 //
-// A page that differs from the image is claimed by whoever captures it, the sweeper or the fault worker. The claimant reads it,
-// marks it done and lets it go, which wakes the guest's threads that wait for it; no lock is held. Nobody else lets go of a
-// claimed page before it is done.
+// A page that differs from the image is claimed by whoever captures it, the sweeper or the fault worker, so that it is rarely read twice. Both
+// read a page, then mark it done, and only then let it go, which wakes the guest's threads that wait for it. Who finds it marked already was not
+// the first, and drops what it read: the page may have been let go, and written, before. So no lock is held, and the worker need not wait for a
+// sweeper that has claimed a page and is kept from the processor.
 type window struct {
 	proc  *process
 	uffd  *UFFD
@@ -190,7 +192,7 @@ func (w *window) rearm() error {
 		if w.noted.count() <= rearmEnough {
 			break
 		}
-		if err := w.rearmRound(); err != nil {
+		if err := thread.Briefly(w.rearmRound); err != nil { // the worker waits for its lock, and the guest for the worker
 			return err
 		}
 	}

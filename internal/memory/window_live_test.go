@@ -103,3 +103,60 @@ func TestEndOfContextFreesGuest(t *testing.T) {
 	g.advances(2 * testWritten)
 	g.sane()
 }
+
+// A sweeper that has claimed pages and is kept from the processor must not keep the guest, nor put into the layer what the guest has written
+// meanwhile to pages that the worker has captured in its place.
+func TestSweeperThatIsKeptHoldsNobody(t *testing.T) {
+	g := runningGuest(t, guestConfig{})
+	c := &capture{proc: pin(t, g.process), target: g.target(), hooks: g.hooks()}
+	var err error
+	if c.guest, err = readGuestMap(c.proc, g.image); err != nil {
+		t.Fatal(err)
+	}
+	if c.layer, err = New("layer", g.image.Bytes()); err != nil {
+		t.Fatal(err)
+	}
+	ctx, fail := context.WithCancelCause(t.Context())
+	defer fail(nil)
+	w, err := c.openWindow(ctx, fail)
+	if err != nil {
+		t.Fatal(err)
+	}
+	closed := false
+	defer func() {
+		if !closed {
+			w.close()
+		}
+	}()
+	if err := w.arm(ctx); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.inPause(ctx, func() error { return w.freeze(ctx) }); err != nil {
+		t.Fatal(err)
+	}
+	claimed := make([]uint64, len(w.changed))
+	for i := range w.changed {
+		changed := w.changed[i].Load()
+		claimed[i] = changed &^ w.claimed[i].Or(changed)
+	}
+	g.advances(2 * testWritten) // all pages that it writes, more than once
+	buf := make([]byte, wordPages*PageSize)
+	for i, mine := range claimed {
+		if err := w.takeWord(uint64(i), mine, buf); err != nil {
+			t.Fatal(err)
+		}
+	}
+	w.swept = true
+	if err := w.close(); err != nil {
+		t.Fatal(err)
+	}
+	closed = true
+	if err := Seal(c.layer); err != nil {
+		t.Fatal(err)
+	}
+	branch := g.derive(Layer{c.layer, w.changed.extents()})
+	if n := torn(t, branch, g.at, testWritten); n != 0 {
+		t.Errorf("%d pages are not of the instant of the pause", n)
+	}
+	g.sane()
+}

@@ -38,9 +38,13 @@ func TestClientPacks(t *testing.T) {
 	}
 
 	public, header := newSigner(t)
-	res, err := c.Unpack(t.Context(), strings.NewReader(stubPack), client.UnpackOptions{Tag: "new", Signers: []ed25519.PublicKey{public}})
+	sent := &closeCounter{Reader: strings.NewReader(stubPack)}
+	res, err := c.Unpack(t.Context(), sent, client.UnpackOptions{Tag: "new", Signers: []ed25519.PublicKey{public}})
 	if err != nil || res.Snapshot.Tag != "new" || res.SignedBy == nil || *res.SignedBy != header {
 		t.Errorf("Unpack() = %+v, %v", res, err)
+	}
+	if sent.closed != 0 {
+		t.Error("Unpack() closed what it was given to read")
 	}
 	if diff := cmp.Diff([]string{stubPack}, f.unpacked); diff != "" {
 		t.Errorf("bodies (-want +got):\n%s", diff)
@@ -150,4 +154,15 @@ func TestClientEventsFail(t *testing.T) {
 	if _, err := c.Unpack(t.Context(), bytes.NewReader(nil), client.UnpackOptions{}); !client.IsCode(err, "unauthorized") {
 		t.Errorf("err = %v, want unauthorized", err)
 	}
+}
+
+// closeCounter counts how often it was closed.
+type closeCounter struct {
+	io.Reader
+	closed int
+}
+
+func (c *closeCounter) Close() error {
+	c.closed++
+	return nil
 }

@@ -7,12 +7,12 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"runtime"
 	"sync/atomic"
 
 	"golang.org/x/sync/errgroup"
 
 	"github.com/forkd/forkd/internal/memory"
+	"github.com/forkd/forkd/internal/thread"
 )
 
 // Load reads a snapshot's whole chain into sealed memfds. Every chunk is verified while it is read. To share what snapshots have
@@ -189,7 +189,7 @@ func (r *memoryReader) each(ctx context.Context, fn func(c chunk, pages []byte) 
 	chunks := r.index.chunks()
 	var next atomic.Int64
 	group, ctx := errgroup.WithContext(ctx)
-	for range min(runtime.GOMAXPROCS(0), len(chunks)) {
+	for range min(thread.Cores(), len(chunks)) {
 		group.Go(func() error {
 			d := new(chunkDecoder)
 			defer d.Close()

@@ -4,7 +4,6 @@ import (
 	"context"
 	"crypto/sha256"
 	"os"
-	"runtime"
 	"sync"
 
 	"github.com/klauspost/compress/zstd"
@@ -12,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/forkd/forkd/internal/memory"
+	"github.com/forkd/forkd/internal/thread"
 )
 
 // writebackBytes is how much is written before the disk is told to begin: it works while the rest is being hashed.
@@ -53,17 +53,21 @@ func (w *memoryWriter) write(ctx context.Context, src *source) (*index, error) {
 func (w *memoryWriter) run(ctx context.Context, x *index, produce func(emit func(*job) error) error) error {
 	w.buffers.New = func() any { b := make([]byte, ChunkBytes); return &b }
 	x.sums, x.stored = nil, nil
-	workers := runtime.GOMAXPROCS(0)
+	workers := thread.Cores()
 	group, ctx := errgroup.WithContext(ctx)
 	toHash := make(chan *job, workers)
 	toWrite := make(chan *job, 2*workers)
 	group.Go(func() error {
+		thread.Behind()
 		defer close(toHash)
 		defer close(toWrite)
 		return produce(func(j *job) error { return send(ctx, j, toWrite, toHash) })
 	})
 	for range workers {
-		group.Go(func() error { return w.hash(toHash) })
+		group.Go(func() error {
+			thread.Behind()
+			return w.hash(toHash)
+		})
 	}
 	group.Go(func() error { return w.writeChunks(ctx, toWrite, x) })
 	return group.Wait()
@@ -109,6 +113,7 @@ func (w *memoryWriter) hash(in <-chan *job) error {
 			}
 		}
 		close(j.hashed)
+		thread.Yield()
 	}
 	return nil
 }
