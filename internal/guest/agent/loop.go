@@ -118,11 +118,11 @@ func (a *Agent) receive(t transport, r *reader) {
 	if err == unix.EINTR || err == unix.EAGAIN {
 		return
 	}
-	if err != nil && t.broke(&a.out) {
-		a.fd = -1
-		return
-	}
 	if err != nil || n <= 0 {
+		if t.broke(&a.out) {
+			a.fd = -1
+			return
+		}
 		a.disconnect(t)
 		return
 	}

@@ -48,7 +48,7 @@ func (o *outlet) send(session uint64, kind agentproto.Kind, id uint32, msg []byt
 func (o *outlet) open() bool { return o.fd >= 0 || o.sent != nil }
 
 // partedLimit bounds what is kept for a host that is away.
-const partedLimit = 64 << 20
+const partedLimit = 2 * agentproto.MaxMessage
 
 // write sends b now, or keeps it for the next connection. Preconditions: o.mu is held.
 func (o *outlet) write(b []byte) {
@@ -103,15 +103,16 @@ func (a *Agent) refuse(session uint64, id uint32, code agentproto.Code, msg stri
 }
 
 // writeAll writes b. What can't be written is lost with its connection: the loop learns of that when it reads.
-func writeAll(fd int, b []byte) {
+func writeAll(fd int, b []byte) bool {
 	for len(b) > 0 {
 		n, err := unix.Write(fd, b)
 		if err == unix.EINTR {
 			continue
 		}
 		if err != nil || n <= 0 {
-			return
+			return false
 		}
 		b = b[n:]
 	}
+	return true
 }

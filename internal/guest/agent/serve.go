@@ -24,6 +24,16 @@ func Serve(ctx context.Context, l net.Listener, opt Options) error {
 
 // Serve serves the connections of l, which must be a Unix or TCP listener, until ctx ends; that is no error. It leaves l open.
 func (a *Agent) Serve(ctx context.Context, l net.Listener) error {
+	return a.serveListener(ctx, l, func(l listener) transport { return &l })
+}
+
+// ServeStreams serves the connections of l as those of a vsock listener: streams that outlive their connections. It is for stand-ins of a
+// monitor.
+func (a *Agent) ServeStreams(ctx context.Context, l net.Listener) error {
+	return a.serveListener(ctx, l, func(l listener) transport { return &streams{listener: l} })
+}
+
+func (a *Agent) serveListener(ctx context.Context, l net.Listener, as func(listener) transport) error {
 	f, err := fileOf(l)
 	if err != nil {
 		return fmt.Errorf("agent listener: %w", err)
@@ -33,7 +43,7 @@ func (a *Agent) Serve(ctx context.Context, l net.Listener) error {
 	if err := unix.SetNonblock(fd, true); err != nil {
 		return fmt.Errorf("agent listener: %w", err)
 	}
-	return a.run(ctx, &listener{fd: fd, conn: -1})
+	return a.run(ctx, as(listener{fd: fd, conn: -1}))
 }
 
 // ServeConn serves one connection until it or ctx ends; neither is an error. It closes conn.

@@ -75,8 +75,7 @@ func (s *streams) resume(o *outlet, fd int, from, received uint64) bool {
 	if err != nil {
 		return false
 	}
-	writeAll(fd, agentproto.StreamHeader{ID: s.id, Received: received}.AppendTo(nil))
-	writeAll(fd, missing)
+	_ = writeAll(fd, agentproto.StreamHeader{ID: s.id, Received: received}.AppendTo(nil)) && writeAll(fd, missing)
 	o.fd = fd
 	return true
 }
@@ -90,7 +89,8 @@ func (s *streams) hangup(o *outlet) {
 	o.mu.Unlock()
 }
 
-// broke ends the connection, and not the stream.
+// broke ends the connection, and not the stream: that ends when another begins. How a connection ends does not tell whether its host will
+// come back.
 func (s *streams) broke(o *outlet) bool {
 	if s.conn >= 0 {
 		closeSocket(o, s.conn)

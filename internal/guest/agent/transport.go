@@ -118,6 +118,6 @@ func (s *single) connect(*outlet, uint64) (int, bool, error) {
 	return s.fd, false, nil
 }
 
-func (s *single) waitFD() int      { return -1 }
-func (s *single) hangup(o *outlet) { closeSocket(o, s.fd) }
+func (s *single) waitFD() int        { return -1 }
+func (s *single) hangup(o *outlet)   { closeSocket(o, s.fd) }
 func (s *single) broke(*outlet) bool { return false }

@@ -240,18 +240,18 @@ func (m *machine) Pause(ctx context.Context) error {
 
 // Resume implements vmm.Machine. After a state was saved the guest drops its connections: they are made again, and nobody notices.
 func (m *machine) Resume(ctx context.Context) error {
+	m.mu.Lock()
+	if m.saved {
+		m.saved = false
+		for s := range m.streams {
+			s.restart() // it waits for the guest to run
+		}
+	}
+	m.mu.Unlock()
 	if err := m.session.do(ctx, resumeVM()); err != nil {
 		return err
 	}
 	m.session.running.set(true)
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.saved {
-		m.saved = false
-		for s := range m.streams {
-			s.restart()
-		}
-	}
 	return nil
 }
 

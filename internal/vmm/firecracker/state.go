@@ -35,7 +35,7 @@ func (s *session) load(ctx context.Context, state *os.File) error {
 	if errors.As(err, &refused) {
 		return fmt.Errorf("%w: %w", err, vmm.ErrIncompatible)
 	}
-	if errors.Is(err, vmm.ErrGone) { // it ends when it can't make sense of a state
+	if errors.Is(err, vmm.ErrGone) && s.process.Status != "signal: killed" { // it ended by itself: it can't make sense of the state
 		return fmt.Errorf("%w: %w", err, vmm.ErrIncompatible)
 	}
 	return err

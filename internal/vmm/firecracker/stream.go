@@ -35,6 +35,7 @@ type stream struct {
 
 	mu       sync.Mutex
 	conn     net.Conn // to the guest; nil: none at the moment
+	trying   net.Conn // is to become conn
 	again    bool     // conn was closed to be made again
 	sent     agentproto.Sent
 	received uint64 // bytes that were passed on to whoever dialled
@@ -106,6 +107,9 @@ func (s *stream) restart() {
 	if s.conn != nil {
 		s.again = true
 		_ = s.conn.Close()
+	}
+	if s.trying != nil {
+		_ = s.trying.Close()
 	}
 }
 
@@ -261,6 +265,9 @@ func (s *stream) try() (_ net.Conn, _ io.Reader, err error) {
 	stop := context.AfterFunc(s.life, func() { conn.Close() })
 	defer stop()
 	defer func() {
+		s.mu.Lock()
+		s.trying = nil
+		s.mu.Unlock()
 		if err != nil {
 			_ = conn.Close()
 		}
@@ -268,6 +275,7 @@ func (s *stream) try() (_ net.Conn, _ io.Reader, err error) {
 	_ = conn.SetReadDeadline(time.Now().Add(replyLimit))
 	s.mu.Lock()
 	header := agentproto.StreamHeader{ID: s.id, Received: s.received}
+	s.trying = conn
 	s.mu.Unlock()
 	if _, err := conn.Write(header.AppendTo(fmt.Appendf(nil, "CONNECT %d\n", s.port))); err != nil {
 		return nil, nil, err
