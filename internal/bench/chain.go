@@ -121,38 +121,53 @@ func (ch *chain) build(ctx context.Context) error {
 	return nil
 }
 
-// reload packs the chain, removes it and takes it in again: nothing of it is loaded then.
+// reload packs the chain, removes it and takes it in again: nothing of it is loaded then. The base comes by itself, too: else it had no tag.
 func (ch *chain) reload(ctx context.Context) (err error) {
 	ch.opt.Progress("packing the chain and taking it in again")
-	file, err := os.CreateTemp("", "forkd-bench-")
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, file.Close(), os.Remove(file.Name())) }()
-	pack, err := ch.c.Pack(ctx, ch.tip, client.PackOptions{})
-	if err != nil {
-		return err
-	}
-	_, err = io.Copy(file, pack)
-	if err = errors.Join(err, pack.Close()); err != nil {
-		return fmt.Errorf("pack the chain: %w", err)
-	}
-	if _, err := file.Seek(0, io.SeekStart); err != nil {
-		return err
+	ends := []string{ch.base, ch.tip}
+	var files []*os.File
+	defer func() {
+		for _, f := range files {
+			err = errors.Join(err, f.Close(), os.Remove(f.Name()))
+		}
+	}()
+	for _, tag := range ends {
+		f, err := os.CreateTemp("", "forkd-bench-")
+		if err != nil {
+			return err
+		}
+		files = append(files, f)
+		if err := ch.pack(ctx, tag, f); err != nil {
+			return fmt.Errorf("pack %s: %w", tag, err)
+		}
 	}
 	if err := ch.c.DeleteSnapshot(ctx, ch.base, client.DeleteCascade); err != nil {
 		return err
 	}
-	ch.base = ""
-	got, err := ch.c.Unpack(ctx, file, client.UnpackOptions{Tag: ch.tip})
+	for i, tag := range ends {
+		got, err := ch.c.Unpack(ctx, files[i], client.UnpackOptions{Tag: tag})
+		if err != nil {
+			return fmt.Errorf("unpack %s: %w", tag, err)
+		}
+		if want := []int{1, ch.opt.Depth}[i]; len(got.NewSnapshots) != want {
+			return fmt.Errorf("the pack of %s yielded %d snapshots, want %d", tag, len(got.NewSnapshots), want)
+		}
+	}
+	ch.r.Tip.FirstMS, err = ch.first(ctx, ch.tip)
+	return err
+}
+
+// pack writes a pack, to be read again.
+func (ch *chain) pack(ctx context.Context, tag string, f *os.File) error {
+	body, err := ch.c.Pack(ctx, tag, client.PackOptions{})
 	if err != nil {
 		return err
 	}
-	if len(got.NewSnapshots) != ch.opt.Depth+1 {
-		return fmt.Errorf("the pack of a chain of %d layers yielded %d snapshots", ch.opt.Depth, len(got.NewSnapshots))
+	_, err = io.Copy(f, body)
+	if err := errors.Join(err, body.Close()); err != nil {
+		return err
 	}
-	ch.base = got.NewSnapshots[0] // its tag, too
-	ch.r.Tip.FirstMS, err = ch.first(ctx, ch.tip)
+	_, err = f.Seek(0, io.SeekStart)
 	return err
 }
 
@@ -250,9 +265,6 @@ func (ch *chain) shared(ctx context.Context, tag string) (s Shared, err error) {
 
 // remove takes the chain away, whatever there is of it.
 func (ch *chain) remove(ctx context.Context) error {
-	if ch.base == "" {
-		return nil
-	}
 	for _, tag := range []string{ch.base, ch.tip} {
 		if tag != "" {
 			_, _ = ch.c.SetPool(ctx, tag, 0) // it may be gone
