@@ -9,7 +9,7 @@ import (
 )
 
 // bareCommands are all that the bare image has.
-var bareCommands = []string{"sh", "cat", "sleep", "true", "mkdir", "chmod", "head", "wc", "env", "hostname", "date", "kill", "dd"}
+var bareCommands = []string{"sh", "cat", "sleep", "true", "mkdir", "chmod", "head", "wc", "env", "hostname", "date", "kill", "dd", "setsid"}
 
 var libraryPath = regexp.MustCompile(`/[^ ]+`)
 

@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -212,7 +213,7 @@ func (d *daemon) untidy() error {
 	for _, b := range boxes {
 		known[b.ID] = true
 		if b.State != "running" {
-			if b.EndedAtUnix == nil {
+			if b.EndedAtUnix == nil && b.State != "suspended" {
 				problem("sandbox %s is %s and has no end", b.ID, b.State)
 			}
 			continue
@@ -223,10 +224,8 @@ func (d *daemon) untidy() error {
 		delete(machines, b.ID)
 	}
 	pooled := 0
-	var ids []string
 	for _, s := range snaps {
 		pooled += s.Pool.Ready
-		ids = append(ids, s.ID)
 		if s.Status != "ready" || s.Pool.Filling > 0 {
 			problem("snapshot %s is %s, %d children of its pool are being made", s.Tag, s.Status, s.Pool.Filling)
 		}
@@ -242,10 +241,8 @@ func (d *daemon) untidy() error {
 			problem("the console of %s is kept and nobody knows it", name)
 		}
 	}
-	stored := entries(filepath.Join(d.data, "snapshots"))
-	slices.Sort(ids)
-	if !slices.Equal(stored, ids) {
-		problem("snapshots on disk: %v, listed: %v", stored, ids)
+	if err := d.untidyStore(ctx, boxes); err != nil {
+		problem("%v", err)
 	}
 	for _, name := range d.halfMade() {
 		problem("%s is left", name)
@@ -257,6 +254,72 @@ func (d *daemon) untidy() error {
 		return errors.New(strings.Join(problems, "\n"))
 	}
 	return nil
+}
+
+// untidyStore compares the snapshots on disk with those that are known: the graph, and what sandboxes are suspended to or were before.
+func (d *daemon) untidyStore(ctx context.Context, boxes []client.Sandbox) error {
+	roots, err := d.client.Tree(ctx)
+	if err != nil {
+		return fmt.Errorf("the tree: %w", err)
+	}
+	var ids, stored []string
+	walk(roots, func(n client.TreeNode, _ int) { ids = append(ids, n.Snapshot.ID) })
+	states := map[string]int{}
+	for _, name := range entries(filepath.Join(d.data, "snapshots")) {
+		owner := ""
+		if !slices.Contains(ids, name) {
+			owner = d.ownerOf(name)
+		}
+		if owner == "" {
+			stored = append(stored, name)
+		} else {
+			states[owner]++
+		}
+	}
+	slices.Sort(ids)
+	slices.Sort(stored)
+	if !slices.Equal(stored, ids) {
+		return fmt.Errorf("snapshots on disk: %v, known: %v", stored, ids)
+	}
+	for _, b := range boxes {
+		n := states[b.ID]
+		delete(states, b.ID)
+		_, was := d.suspended.Load(b.ID)
+		if n > 1 || n == 1 && (b.EndedAtUnix != nil || !was) || n == 0 && b.State == "suspended" {
+			return fmt.Errorf("sandbox %s is %s, %d states of it are on disk", b.ID, b.State, n)
+		}
+	}
+	if len(states) > 0 {
+		return fmt.Errorf("states of sandboxes that nobody knows are on disk: %v", states)
+	}
+	return nil
+}
+
+// ownerOf is the sandbox that a snapshot was branched from, or is the state of.
+func (d *daemon) ownerOf(snapshot string) string {
+	data, err := os.ReadFile(filepath.Join(d.data, "snapshots", snapshot, "manifest.json"))
+	if err != nil {
+		return ""
+	}
+	var sealed struct {
+		Manifest struct {
+			BranchedFrom string `json:"branched_from"`
+		} `json:"manifest"`
+	}
+	_ = json.Unmarshal(data, &sealed) // a damaged one has no owner
+	return sealed.Manifest.BranchedFrom
+}
+
+// walk visits a forest, what is rested on first.
+func walk(nodes []client.TreeNode, visit func(n client.TreeNode, depth int)) {
+	var from func(nodes []client.TreeNode, depth int)
+	from = func(nodes []client.TreeNode, depth int) {
+		for _, n := range nodes {
+			visit(n, depth)
+			from(n.Children, depth+1)
+		}
+	}
+	from(nodes, 0)
 }
 
 // eventually retries what can't be awaited until it is well.

@@ -4,7 +4,10 @@
 //
 // Nothing runs unless FORKD_VM_TESTS=1: plain `go test ./...` boots no machine. FORKD_CACHE says where images are kept from one run to
 // the next; FORKD_SOAK how long the soak test goes on (default 30s); FORKD_E2E_SEED a directory in which the warmed snapshot that the
-// tests share is kept, for whoever works on the tests.
+// tests share is kept, for whoever works on the tests. Longer versions of the tests of the snapshot graph are had with FORKD_BRANCHES (branches
+// in each mode that are checked for being of one instant; default 10), FORKD_TREE_STEPS and FORKD_TREE_DEPTH (what is done at random to a graph,
+// and how deep it gets at least; 20 and 5), and FORKD_SUSPENDED (sandboxes that are suspended together; 6). FORKD_TREE_SEED repeats what an
+// earlier run did at random: it is printed.
 //
 // The lab (lab_test.go) makes one image and one warmed snapshot, the seed, with a daemon of its own. Every other daemon starts on a
 // copy of that data whose large files are hard links, so that only the first one pays for a boot. Tests that change nothing of the

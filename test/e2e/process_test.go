@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -29,6 +30,7 @@ type process struct {
 	name      string
 	run, data string
 	logPath   string
+	suspended sync.Map // ids of sandboxes that were suspended once: they may have a state on disk
 
 	client *client.Client
 	cmd    *exec.Cmd
