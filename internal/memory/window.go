@@ -58,7 +58,8 @@ type CaptureOptions struct {
 	FillGaps   bool
 	Failpoints *failpoint.Set
 
-	unprotected bool // a control for tests: a window that protects nothing
+	// Unprotected is a control for tests and measurements: a live capture that protects nothing, and so is torn.
+	Unprotected bool
 }
 
 // Captured is one instant of a guest's memory.

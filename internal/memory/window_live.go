@@ -80,13 +80,13 @@ func (c *capture) live(ctx context.Context) (extents []Extent, err error) {
 }
 
 func (c *capture) throughWindow(ctx context.Context, w *window) ([]Extent, error) {
-	if !c.opt.unprotected {
+	if !c.opt.Unprotected {
 		if err := w.arm(ctx); err != nil {
 			return nil, err
 		}
 	}
 	err := c.inPause(ctx, func() error {
-		if c.opt.unprotected {
+		if c.opt.Unprotected {
 			return w.findChanged(Extent{0, w.guest.pages()})
 		}
 		return w.freeze(ctx)

@@ -69,7 +69,7 @@ func TestCaptureIsOneInstant(t *testing.T) {
 // The check must be able to fail: without protection the pages that are captured after the pause are of another time.
 func TestUnprotectedWindowTears(t *testing.T) {
 	g := runningGuest(t, guestConfig{})
-	_, branch := g.capture(CaptureOptions{Mode: ModeLive, unprotected: true})
+	_, branch := g.capture(CaptureOptions{Mode: ModeLive, Unprotected: true})
 	if n := torn(t, branch, g.at, testWritten); n == 0 {
 		t.Error("a window that protects nothing tore no page: the other tests prove nothing")
 	}

@@ -1,6 +1,7 @@
 # The probe guest: what Firecracker starts where only plain instructions run. No operating system, no interrupts, no SSE. It is entered in
 # 64-bit mode with its memory below 1 GiB mapped one to one, says R on the first serial port, and then does what it is told there:
 #   T n  touches n pages from FIRST on and says T            (n: 4 bytes, little-endian)
+#   G n  reads a word of n pages from FIRST on and says G
 #   W n  says W and works on n pages from FIRST on, round after round: each page must hold the number of the round before in its first and
 #        its last word, and is given the number of this round. Every other page than that is counted as torn.
 #   S    says S, the count of torn pages and the number of the round, 4 bytes each
@@ -51,6 +52,8 @@ command:
 obey:
 	cmpb $'T', %al
 	je touch
+	cmpb $'G', %al
+	je read
 	cmpb $'W', %al
 	je work
 	cmpb $'S', %al
@@ -69,6 +72,16 @@ touch:
 	decl %ecx
 	jnz 4b
 	movb $'T', %al
+	jmp put
+
+read:
+	call number
+	movl $FIRST, %edi
+13:	movq (%rdi), %rax
+	addq $4096, %rdi
+	decl %ecx
+	jnz 13b
+	movb $'G', %al
 	jmp put
 
 say:

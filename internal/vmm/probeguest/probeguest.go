@@ -21,13 +21,14 @@ var selfTestCode []byte
 const (
 	Ready  = 'R' // it says so when it runs
 	Touch  = 'T'
+	Read   = 'G'
 	Work   = 'W'
 	Status = 'S'
 	Halt   = 'H'
 	Echo   = '!' // any byte that is none of the others comes back
 )
 
-// FirstPage is the guest page, of 4 KiB, at which Touch and Work begin.
+// FirstPage is the guest page, of 4 KiB, at which Touch, Read and Work begin.
 const FirstPage = 0x400000 / 4096
 
 const guestBase = 0x100000
@@ -58,7 +59,7 @@ func Kernel() []byte {
 	return append(b, guestCode...)
 }
 
-// Command is a Touch or a Work with its number of pages.
+// Command is a Touch, a Read or a Work with its number of pages.
 func Command(what byte, pages uint32) []byte {
 	return binary.LittleEndian.AppendUint32([]byte{what}, pages)
 }
