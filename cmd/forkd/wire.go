@@ -22,6 +22,8 @@ import (
 	"github.com/forkd/forkd/internal/store"
 	"github.com/forkd/forkd/internal/transfer"
 	"github.com/forkd/forkd/internal/vmm"
+	"github.com/forkd/forkd/internal/vmm/choice"
+	"github.com/forkd/forkd/internal/vmm/firecracker"
 	"github.com/forkd/forkd/internal/vmm/qemu"
 )
 
@@ -33,19 +35,41 @@ type parts struct {
 
 func productParts() parts {
 	return parts{
-		engine: func(f *daemonFlags, log *slog.Logger) vmm.Engine {
-			return qemu.New(qemu.Options{Binary: f.QEMU, Accel: f.Accel, Log: log})
-		},
-		agent: agentbin.Agent,
+		engine: newEngine,
+		agent:  agentbin.Agent,
 	}
 }
+
+// newEngine is the engine that was asked for, or the best that this host can run.
+func newEngine(f *daemonFlags, log *slog.Logger) vmm.Engine {
+	emulator := qemu.New(qemu.Options{Binary: f.QEMU, Accel: f.Accel, Log: log})
+	fire := firecracker.New(firecracker.Options{Binary: f.Firecracker, CPUTemplate: f.CPUTemplate, Log: log})
+	switch f.Engine {
+	case engineQEMU:
+		return emulator
+	case engineFirecracker:
+		return fire
+	}
+	if f.Accel == qemu.AccelTCG { // emulation was asked for
+		return emulator
+	}
+	return choice.New(log, choice.Candidate{Name: engineFirecracker, Engine: fire}, choice.Candidate{Name: engineQEMU, Engine: emulator})
+}
+
+// Values of --engine but auto.
+const (
+	engineQEMU        = "qemu"
+	engineFirecracker = "firecracker"
+)
 
 // daemonFlags say where a daemon keeps things and what it may use.
 type daemonFlags struct {
 	Data            string `placeholder:"DIR" help:"Images, snapshots and state. Default: /var/lib/forkd, or below $$XDG_DATA_HOME."`
 	RunDir          string `name:"run" placeholder:"DIR" help:"Sockets and records of running machines. Default: /run/forkd, or below $$XDG_RUNTIME_DIR."`
 	Cache           string `placeholder:"DIR" help:"What makes builds of images faster and may be deleted. Default: /var/cache/forkd, or below $$XDG_CACHE_HOME."`
-	Engine          string `enum:"qemu" default:"qemu" help:"What runs machines: ${enum}."`
+	Engine          string `enum:"auto,qemu,firecracker" default:"auto" help:"What runs machines: ${enum}. auto: Firecracker where it and a working KVM are there, else QEMU."`
+	Firecracker     string `name:"firecracker" env:"FORKD_FIRECRACKER" placeholder:"FILE" help:"The Firecracker binary, 1.12 or newer. Default: the one in $$PATH."`
+	CPUTemplate     string `name:"cpu-template" placeholder:"NAME" help:"Firecracker's CPU template for new parents (T2, T2S, T2CL, T2A, C3): their snapshots restore on other processors that have it."`
 	QEMU            string `name:"qemu" placeholder:"FILE" help:"The QEMU binary. Default: the one in $$PATH."`
 	Accel           string `enum:"auto,kvm,tcg" default:"auto" help:"KVM, emulation, or KVM if a test guest runs on it: ${enum}."`
 	MemoryBudgetMiB int64  `name:"memory-budget-mib" placeholder:"MIB" help:"Memory for machines in all. Default: what the host has to spare."`

@@ -170,6 +170,9 @@ func (e *Engine) Attach(ctx context.Context, id vmm.Process) (_ vmm.Machine, err
 	if err != nil {
 		return nil, err
 	}
+	if id.IdleThread != apiThread {
+		return nil, fmt.Errorf("process %d is the machine of another engine: start the daemon with the --engine that it was started with: %w", id.PID, vmm.ErrUnavailable)
+	}
 	s := &session{process: p, api: &api{dir: id.Dir}, log: e.opt.Log}
 	defer func() {
 		if err != nil {

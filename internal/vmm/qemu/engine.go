@@ -221,6 +221,9 @@ func (e *Engine) Attach(ctx context.Context, id vmm.Process) (vmm.Machine, error
 	if err != nil {
 		return nil, err
 	}
+	if id.IdleThread != "" {
+		return nil, fmt.Errorf("process %d is the machine of another engine: start the daemon with the --engine that it was started with: %w", id.PID, vmm.ErrUnavailable)
+	}
 	s, err := connect(ctx, p, e.opt.Log)
 	if err != nil {
 		return nil, fmt.Errorf("attach to QEMU %d: %w", id.PID, err)
