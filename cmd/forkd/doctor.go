@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"github.com/forkd/forkd/internal/hostcheck"
+	"github.com/forkd/forkd/internal/vmm/firecracker"
+	"github.com/forkd/forkd/internal/vmm/probeguest"
 	"github.com/forkd/forkd/internal/vmm/qemu"
 )
 
@@ -31,7 +33,8 @@ func (c *doctorCmd) Run(p *program) error {
 	if binary == "" {
 		binary = qemu.DefaultBinary
 	}
-	options := hostcheck.Options{DataDir: c.Data}
+	options := hostcheck.Options{DataDir: c.Data, KVM: func(context.Context) error { return probeguest.Check() }}
+	options.Firecracker = firecracker.New(firecracker.Options{Binary: c.Firecracker}).Describe
 	if _, err := exec.LookPath(binary); err == nil {
 		options.KVM = func(ctx context.Context) error { return qemu.KVMWorks(ctx, binary) }
 	}

@@ -47,6 +47,9 @@ type Options struct {
 	DataDir string
 	// KVM runs a test guest under KVM; nil leaves that out. An engine provides it.
 	KVM func(context.Context) error
+	// Firecracker tries the Firecracker that forkd would use and describes it; it wraps fs.ErrNotExist or exec.ErrNotFound where there is
+	// none. Nil leaves that out. An engine provides it.
+	Firecracker func(context.Context) (string, error)
 }
 
 // Run does all checks. Those that run programs end with ctx.
@@ -59,6 +62,7 @@ func Run(ctx context.Context, h Host, opt Options) []Check {
 	}{
 		{"qemu", r.qemu},
 		{"kvm", r.kvm},
+		{"firecracker", r.firecracker},
 		{"tsc", r.tsc},
 		{"memfd", r.memfd},
 		{"userfaultfd", r.userfaultfd},

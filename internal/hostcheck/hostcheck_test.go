@@ -3,7 +3,9 @@ package hostcheck
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
+	"os/exec"
 	"slices"
 	"strings"
 	"testing"
@@ -182,6 +184,30 @@ func TestKVM(t *testing.T) {
 	got := find(Options{KVM: func(context.Context) error { return errors.New("failed to run iretq") }})
 	if got.Status != Warn || !strings.Contains(got.Detail, "iretq") || !strings.Contains(got.Detail, "emulated") {
 		t.Errorf("a KVM that runs no guest: %+v, want a warning that says why", got)
+	}
+}
+
+func TestFirecracker(t *testing.T) {
+	for _, tt := range []struct {
+		name   string
+		says   string
+		err    error
+		status Status
+		detail string
+	}{
+		{"works", "Firecracker 1.16.1", nil, OK, "Firecracker 1.16.1"},
+		{"missing", "", fmt.Errorf("firecracker: %w", exec.ErrNotFound), OK, "not installed"},
+		{"broken", "", errors.New("KVM can't run a stock kernel"), Warn, "stock kernel: QEMU runs the machines"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			opt := goodOptions
+			opt.Firecracker = func(context.Context) (string, error) { return tt.says, tt.err }
+			checks := Run(t.Context(), goodHost(goodFiles()), opt)
+			got := checks[slices.IndexFunc(checks, func(c Check) bool { return c.Name == "firecracker" })]
+			if got.Status != tt.status || !strings.Contains(got.Detail, tt.detail) {
+				t.Errorf("got %+v, want %s about %q", got, tt.status, tt.detail)
+			}
+		})
 	}
 }
 

@@ -1,8 +1,10 @@
 package hostcheck
 
 import (
+	"errors"
 	"fmt"
 	"io/fs"
+	"os/exec"
 	"regexp"
 	"runtime"
 	"strconv"
@@ -69,9 +71,24 @@ func (r *run) kvm() verdict {
 		return ok("%s can be opened; whether it runs a guest was not tried", device)
 	}
 	if err := r.opt.KVM(r.ctx); err != nil {
-		return warn("", "%s is there but does not run a guest (%v): guests are emulated, which is slower", device, err)
+		return warn("", "%s is there, but does not serve: %v: guests are emulated, which is slower", device, err)
 	}
 	return ok("%s runs a test guest", device)
+}
+
+// firecracker is no failure: QEMU runs machines too.
+func (r *run) firecracker() verdict {
+	if r.opt.Firecracker == nil {
+		return ok("not looked for")
+	}
+	says, err := r.opt.Firecracker(r.ctx)
+	switch {
+	case errors.Is(err, exec.ErrNotFound) || errors.Is(err, fs.ErrNotExist):
+		return ok("not installed: QEMU runs the machines (with Firecracker and KVM forks are faster)")
+	case err != nil:
+		return warn("", "%v: QEMU runs the machines", err)
+	}
+	return ok("%s", says)
 }
 
 func (r *run) tsc() verdict {

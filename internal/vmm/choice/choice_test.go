@@ -24,7 +24,9 @@ func (s *stub) Probe(context.Context) (vmm.Info, error) {
 }
 
 func TestChoice(t *testing.T) {
-	away := func(name string) *stub { return &stub{name: name, err: fmt.Errorf("no %s here: %w", name, vmm.ErrUnavailable)} }
+	away := func(name string) *stub {
+		return &stub{name: name, err: fmt.Errorf("no %s here: %w", name, vmm.ErrUnavailable)}
+	}
 	there := func(name string) *stub { return &stub{name: name} }
 	for _, tt := range []struct {
 		name  string

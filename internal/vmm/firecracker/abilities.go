@@ -57,6 +57,20 @@ func (e *Engine) abilities(ctx context.Context) (*abilities, error) {
 	return a, nil
 }
 
+// Describe says, for people, which Firecracker it is and how it saves the state of a machine that is branched.
+func (e *Engine) Describe(ctx context.Context) (string, error) {
+	a, err := e.abilities(ctx)
+	if err != nil {
+		return "", err
+	}
+	how := map[SaveMode]string{
+		SaveStateOnly: "a branch saves the device state without memory",
+		SaveDiff:      "a branch saves the device state with what has changed, which makes its pause longer: this version opens the memory's file first",
+		SaveFull:      "a branch saves the device state with all memory, which makes its pause long",
+	}[a.save]
+	return fmt.Sprintf("Firecracker %s (%s): %s", a.info.Version, a.info.Binary, how), nil
+}
+
 func (e *Engine) probe(ctx context.Context) (*abilities, error) {
 	path, err := exec.LookPath(e.opt.Binary)
 	if err != nil {
