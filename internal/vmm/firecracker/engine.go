@@ -200,7 +200,9 @@ func (e *Engine) Attach(ctx context.Context, id vmm.Process) (_ vmm.Machine, err
 		return nil, err
 	}
 	s.running.set(info.State != statePaused)
-	return s.machine(), nil
+	m := s.machine()
+	m.untold = info.State == statePaused
+	return m, nil
 }
 
 // command is what a Firecracker is started with.

@@ -100,6 +100,8 @@ type fake struct {
 	started  bool
 	running  bool
 	saved    bool
+	ran      bool // the guest has run since it was loaded
+	deaf     bool // nothing gets to the guest any more
 	guests   []*net.TCPConn // connections to the guest's agent
 	listener net.Listener   // of the agent
 }
@@ -139,6 +141,12 @@ func (f *fake) runs() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.running
+}
+
+func (f *fake) hears() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.running && !f.deaf
 }
 
 func (f *fake) connection(conn net.Conn) {
@@ -330,7 +338,10 @@ func (f *fake) setState(b map[string]any) error {
 	case "Paused":
 		f.running = false
 	case "Resumed":
-		f.running = true
+		if !f.saved && f.ran { // as 1.16 is
+			f.deaf = true
+		}
+		f.running, f.ran = true, true
 		if f.saved { // the guest drops its connections, and tells nobody
 			f.saved = false
 			for _, c := range f.guests {
@@ -443,7 +454,7 @@ func (f *fake) connectGuest(conn net.Conn) {
 	if err != nil || !strings.HasPrefix(line, "CONNECT 1024") || f.listener == nil {
 		return
 	}
-	for !f.runs() {
+	for !f.hears() {
 		time.Sleep(time.Millisecond)
 	}
 	f.mu.Lock()

@@ -59,6 +59,12 @@ func (g *gate) set(open bool) {
 	}
 }
 
+func (g *gate) isOpen() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.open
+}
+
 // opened is closed when the gate opens, or is open.
 func (g *gate) opened() <-chan struct{} {
 	g.mu.Lock()
@@ -187,6 +193,7 @@ type machine struct {
 	mu      sync.Mutex
 	killed  bool
 	saved   bool                 // a state was saved since the guest ran last: it will drop its connections
+	untold  bool                 // it was paused since it ran last, and may not have been saved
 	streams map[*stream]struct{} // connections to the guest
 	wg      sync.WaitGroup       // of streams
 }
@@ -231,15 +238,34 @@ func (m *machine) Exit() vmm.Exit        { return m.exit }
 
 // Pause implements vmm.Machine.
 func (m *machine) Pause(ctx context.Context) error {
-	if err := m.session.do(ctx, pauseVM()); err != nil {
+	s := m.session
+	wasRunning := s.running.isOpen()
+	if err := s.do(ctx, pauseVM()); err != nil {
 		return err
 	}
-	m.session.running.set(false)
+	s.running.set(false)
+	if wasRunning {
+		m.mu.Lock()
+		m.untold = true
+		m.mu.Unlock()
+	}
 	return nil
 }
 
 // Resume implements vmm.Machine. After a state was saved the guest drops its connections: they are made again, and nobody notices.
 func (m *machine) Resume(ctx context.Context) error {
+	s := m.session
+	if s.running.isOpen() { // see deafAfterPause for why Firecracker isn't asked
+		select {
+		case <-s.process.Done():
+			return fmt.Errorf("resume: %w (%s)", vmm.ErrGone, s.process.Status)
+		default:
+			return nil
+		}
+	}
+	if err := m.tell(ctx); err != nil {
+		return fmt.Errorf("resume: %w", err)
+	}
 	m.mu.Lock()
 	if m.saved {
 		m.saved = false
@@ -248,11 +274,25 @@ func (m *machine) Resume(ctx context.Context) error {
 		}
 	}
 	m.mu.Unlock()
-	if err := m.session.do(ctx, resumeVM()); err != nil {
+	if err := s.do(ctx, resumeVM()); err != nil {
 		return err
 	}
-	m.session.running.set(true)
+	s.running.set(true)
 	return nil
+}
+
+// tell saves the device state of a machine that was only paused, and drops it, where Firecracker needs that.
+func (m *machine) tell(ctx context.Context) error {
+	s := m.session
+	m.mu.Lock()
+	untold := m.untold && !m.saved && !s.parent && s.abilities.deafAfterPause()
+	m.untold = false
+	m.saved = m.saved || untold
+	m.mu.Unlock()
+	if !untold {
+		return nil
+	}
+	return s.save(ctx)
 }
 
 // Dial implements vmm.Machine.

@@ -161,3 +161,20 @@ func TestStreamOneAtATime(t *testing.T) {
 		t.Errorf("the second connection, after the first was closed: %v", err)
 	}
 }
+
+// TestPauseLeavesTheGuestItsEars: a guest that was paused and resumed, or resumed twice, hears new connections.
+func TestPauseLeavesTheGuestItsEars(t *testing.T) {
+	m, client := newAgentChild(t)
+	resume(t, m)
+	for range 3 {
+		if _, err := client.Ping(limited(t)); err != nil {
+			t.Fatal(err)
+		}
+		client.Close()
+		if err := errors.Join(m.Pause(t.Context()), m.Pause(t.Context()), m.Resume(t.Context()), m.Resume(t.Context())); err != nil {
+			t.Fatal(err)
+		}
+		client = agentclient.New(func(ctx context.Context) (net.Conn, error) { return m.Dial(ctx, vmm.PortControl) }, agentclient.Options{})
+	}
+	client.Close()
+}
