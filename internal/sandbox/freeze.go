@@ -43,6 +43,10 @@ func (m *Manager) draft(b *box, id, tag string) (*frozen, error) {
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	if gone := condemnedLocked(from); gone != nil { // the sandbox is about to be ended, or its snapshot to be pardoned
+		return nil, &Error{Code: CodeSnapshotInUse, RetryAfter: retryLater, Hint: "try again when that is done",
+			Message: fmt.Sprintf("sandbox %s can't be frozen: snapshot %s, which it rests on, is being deleted", b.id, gone.name())}
+	}
 	if a := anchorLocked(from); a != nil {
 		f.parent = a.id // as far as can be told now; see rest
 	}

@@ -206,16 +206,32 @@ func (m *Manager) unlistLocked(f *frozen) {
 	}
 }
 
-// anchorLocked returns the nearest snapshot at or below f that is on disk and may be rested on; nil when there is none.
-// Preconditions: m.mu is held.
+// anchorLocked returns the nearest snapshot at or below f that is on disk and may be rested on; nil when there is none. One that is being
+// deleted may not: it would be gone before what rests on it. Preconditions: m.mu is held.
 func anchorLocked(f *frozen) *frozen {
 	for ; f != nil; f = f.under {
-		if f.kept && f.status == StatusReady && f.owner == "" {
+		if f.onDisk() && !f.deleting {
 			return f
 		}
 	}
 	return nil
 }
+
+// condemnedLocked returns the nearest snapshot at or below f that is on disk if it is being deleted, else nil. Preconditions: m.mu is held.
+func condemnedLocked(f *frozen) *frozen {
+	for ; f != nil; f = f.under {
+		if f.onDisk() {
+			if f.deleting {
+				return f
+			}
+			return nil
+		}
+	}
+	return nil
+}
+
+// onDisk says whether a snapshot is complete and everybody's. Preconditions: Manager.mu is held.
+func (f *frozen) onDisk() bool { return f.kept && f.status == StatusReady && f.owner == "" }
 
 // noteCorrupt makes a snapshot whose data turned out to be damaged show as such.
 func (m *Manager) noteCorrupt(f *frozen, err error) {

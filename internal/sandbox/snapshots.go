@@ -189,6 +189,10 @@ func (m *Manager) DeleteSnapshot(ctx context.Context, tag string, mode DeleteMod
 		m.pardon(targets)
 		return err
 	}
+	if err := m.unused(targets); err != nil {
+		m.pardon(targets)
+		return err
+	}
 	ids := make([]string, len(targets))
 	for i, f := range targets {
 		ids[i] = f.id
@@ -245,6 +249,24 @@ func (m *Manager) condemn(tag string, mode DeleteMode) ([]*frozen, []*box, error
 	return targets, boxes, nil
 }
 
+// unused makes sure that nothing took to condemned snapshots while their sandboxes were being ended. What is still being written may say that
+// it will rest on one, and won't: see rest.
+func (m *Manager) unused(targets []*frozen) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, f := range targets {
+		if f.forks > 0 {
+			return beingUsed(f)
+		}
+		for _, other := range m.byID {
+			if other.parent == f.id && other.status != StatusWriting && !other.deleting {
+				return newError(CodeSnapshotInUse, nil, "delete it first", "snapshot %s has a snapshot that rests on it: %s", f.name(), other.name())
+			}
+		}
+	}
+	return nil
+}
+
 // usersLocked returns the sandboxes of a snapshot that live, suspended ones included. Preconditions: m.mu is held.
 func (m *Manager) usersLocked(f *frozen) []*box {
 	var users []*box
@@ -260,11 +282,12 @@ func (m *Manager) usersLocked(f *frozen) []*box {
 // inUse reports why a snapshot can't be deleted in that mode.
 func inUse(f *frozen, users []*box, mode DeleteMode) error {
 	switch {
+	case f.deleting: // by somebody else
+		return &Error{Code: CodeSnapshotInUse, Message: "snapshot " + f.name() + " is being deleted already", Hint: "try again in a moment", RetryAfter: retryLater}
 	case f.status == StatusWriting:
 		return newError(CodeSnapshotInUse, nil, "wait until it is ready", "snapshot %s is still being made", f.name())
 	case f.forks > 0:
-		return &Error{Code: CodeSnapshotInUse, Message: fmt.Sprintf("%d requests are using snapshot %s at this moment", f.forks, f.name()),
-			Hint: "try again in a moment", RetryAfter: retryLater}
+		return beingUsed(f)
 	case len(users) > 0 && mode != DeleteForce:
 		const shown = 10
 		ids := make([]string, 0, shown)
@@ -277,6 +300,11 @@ func inUse(f *frozen, users []*box, mode DeleteMode) error {
 		return newError(CodeSnapshotInUse, nil, "kill them first, or use --force", "snapshot %s has sandboxes that live: %s", f.name(), strings.Join(ids, ", "))
 	}
 	return nil
+}
+
+func beingUsed(f *frozen) error {
+	return &Error{Code: CodeSnapshotInUse, Message: fmt.Sprintf("%d requests are using snapshot %s at this moment", f.forks, f.name()),
+		Hint: "try again in a moment", RetryAfter: retryLater}
 }
 
 func names(snapshots []*frozen) string {
