@@ -181,13 +181,16 @@ func (m *Manager) recoverSandboxes(ctx context.Context, r *Recovery) error {
 	count := func(n *int, found bool, err error) error {
 		mu.Lock()
 		defer mu.Unlock()
-		if !found {
-			n = &r.Lost
+		switch {
+		case err != nil:
+		case found:
+			*n++
+		default:
+			r.Lost++
 		}
-		*n++
 		return err
 	}
-	jobs, jobsCtx := errgroup.WithContext(ctx)
+	var jobs errgroup.Group // one that can't be taken over is no reason to give up the others
 	jobs.SetLimit(max(4, 2*m.limits.Launches))
 	for _, rec := range recs {
 		switch {
@@ -198,12 +201,12 @@ func (m *Manager) recoverSandboxes(ctx context.Context, r *Recovery) error {
 			forget = append(forget, rec.ID)
 		case State(rec.State) == StateSuspended:
 			jobs.Go(func() error {
-				found, err := m.readoptSuspended(jobsCtx, rec)
+				found, err := m.readoptSuspended(ctx, rec)
 				return count(&r.Suspended, found, err)
 			})
 		case State(rec.State) == StateRunning:
 			jobs.Go(func() error {
-				found, err := m.readopt(jobsCtx, rec)
+				found, err := m.readopt(ctx, rec)
 				return count(&r.Adopted, found, err)
 			})
 		}
@@ -250,6 +253,7 @@ func (m *Manager) attach(ctx context.Context, rec store.Sandbox) (_ *child, err 
 	if rec.Process.PID == 0 || rec.Process.Dir != m.machineDir(rec.ID) {
 		return nil, fmt.Errorf("%w: its record has no process of this run directory", vmm.ErrGone)
 	}
+	asked := ctx
 	ctx, cancel := context.WithTimeout(ctx, m.limits.RecoverTimeout)
 	defer cancel()
 	machine, err := m.engine.Attach(ctx, rec.Process)
@@ -260,7 +264,13 @@ func (m *Manager) attach(ctx context.Context, rec store.Sandbox) (_ *child, err 
 	c.machine = machine
 	c.agent, c.tap = m.newAgent(machine, true)
 	defer func() {
-		if err != nil {
+		switch {
+		case err == nil:
+		case asked.Err() != nil || errors.Is(err, vmm.ErrUnavailable):
+			// It says nothing about the machine that the daemon is stopping, or can't use its engine: the next one takes it over.
+			err = errors.Join(err, ignoreClosed(c.agent.Close()))
+			c.giveBack()
+		default:
 			m.warn(m.saveConsole(context.WithoutCancel(ctx), c), "save the console of a sandbox", rec.ID)
 			err = errors.Join(err, machine.Kill(), ignoreClosed(c.agent.Close()))
 			c.giveBack()
