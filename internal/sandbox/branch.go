@@ -119,7 +119,8 @@ func (m *Manager) newBranch(ctx context.Context, b *box, req BranchRequest) (*br
 	return j, nil
 }
 
-// detach runs the job in the background, as a request of its own. resumed is closed when the source runs again, or at the end of the job.
+// detach runs the job in the background, as a request of its own. resumed is closed when the source runs again after it was held still, or at
+// the end of the job.
 func (m *Manager) detach(ctx context.Context, j *branch, leave func()) (resumed <-chan struct{}, err error) {
 	ctx, done, err := m.enter(context.WithoutCancel(ctx))
 	if err != nil {

@@ -417,9 +417,11 @@ func TestBranchFailures(t *testing.T) {
 		}
 	}
 	failures = append(failures, failure{name: "never resumed", fault: vmmtest.Fault{Step: vmmtest.StepResume, Action: vmmtest.Fail}, lethal: true})
+	// What fails when the source goes on already is told afterwards, if nobody waits.
+	after := []string{memory.PointPaused, memory.PointHeld, memory.PointResumed, memory.PointSweep, memory.PointDone, pointBranchCaptured}
 	for _, f := range failures {
-		for _, mode := range []BranchMode{BranchLive, BranchDiff} {
-			t.Run(fmt.Sprintf("%s %s", f.name, mode), func(t *testing.T) {
+		for _, req := range []BranchRequest{{Mode: BranchLive, Wait: true}, {Mode: BranchDiff, Wait: true}, {Mode: BranchLive}} {
+			t.Run(fmt.Sprintf("%s %s wait %v", f.name, req.Mode, req.Wait), func(t *testing.T) {
 				t.Parallel()
 				points := failpoint.New()
 				d := newWorld(t).start(t, options{failpoints: points})
@@ -431,7 +433,14 @@ func TestBranchFailures(t *testing.T) {
 				} else {
 					d.fake.Inject(f.fault)
 				}
-				_, err := d.Branch(t.Context(), src.ID, BranchRequest{Tag: "tip", Mode: mode, Wait: true})
+				req.Tag = "tip"
+				s, err := d.Branch(t.Context(), src.ID, req)
+				if err == nil && s.Status == StatusWriting {
+					s = d.written(t, "tip")
+				}
+				if err == nil && s.Status == StatusFailed && slices.Contains(after, f.point) {
+					err = errors.New(s.Warning)
+				}
 				d.fake.Inject()
 				passed := f.point == "" || points.Hits(f.point) > 0
 				forgiven := f.fault.Step == vmmtest.StepResume && !f.lethal // the second try does it
@@ -462,6 +471,19 @@ func TestBranchFailures(t *testing.T) {
 			})
 		}
 	}
+}
+
+// written waits until a branch is on disk or never will be.
+func (d *daemon) written(t *testing.T, tag string) (s Snapshot) {
+	t.Helper()
+	eventually(t, "the end of a branch", func() string {
+		var err error
+		if s, err = d.Snapshot(t.Context(), tag); err != nil || s.Status == StatusWriting {
+			return fmt.Sprintf("got %+v, %v", s, err)
+		}
+		return ""
+	})
+	return s
 }
 
 func TestBranchRefused(t *testing.T) {

@@ -33,7 +33,7 @@ type capturing struct {
 	disk bool // it is to be stored: there must be room for it
 	// stay: the machine is not let go on when it was captured: it stays paused, and its line held.
 	stay    bool
-	resumed func(pause time.Duration) // is called when the machine goes on; nil: nobody wants to know
+	resumed func(pause time.Duration) // is called when the machine goes on after a pause that succeeded; nil: nobody wants to know
 }
 
 // capture takes the memory and the device state of a machine at one moment. Whatever happens, the machine runs afterwards, unless it has
@@ -105,6 +105,7 @@ type holder struct {
 	how  capturing
 	save func(context.Context) error
 
+	held    bool // the pause did all that it was for: the instant can become a snapshot
 	began   time.Time
 	stopped time.Duration // until no vCPU ran
 	saved   time.Duration // until the device state was saved, after that
@@ -149,7 +150,11 @@ func (h *holder) pause(ctx context.Context) error {
 		return err
 	}
 	h.saved = time.Since(h.began) - h.stopped
-	return h.m.hit(ctx, pointBranchSaved)
+	if err := h.m.hit(ctx, pointBranchSaved); err != nil {
+		return err
+	}
+	h.held = true
+	return nil
 }
 
 func (h *holder) holdLine(ctx context.Context) error {
@@ -169,7 +174,7 @@ func (h *holder) resume(ctx context.Context) error {
 		h.took = time.Since(h.began)
 	}
 	h.c.tap.free()
-	if h.how.resumed != nil {
+	if h.held && h.how.resumed != nil { // it goes on after a pause that failed as well: that is nothing to announce
 		h.how.resumed(h.took)
 		h.how.resumed = nil
 	}
