@@ -188,6 +188,7 @@ func TestBareAttach(t *testing.T) {
 	m := b.child(t, b.image, b.state)
 	resume(t, m)
 	ask(t, m, []byte{probeguest.Echo}, probeguest.Echo)
+	m.session.letGo()
 	again, err := b.Attach(t.Context(), m.Process())
 	if err != nil {
 		t.Fatal(err)

@@ -35,6 +35,20 @@ func newConsole(dir string, pipe *os.File) *console {
 	return c
 }
 
+// consolePipe makes the pipe of a console. Its reading end is opened twice: what is handed to another process must block, ours must not, so
+// that it can be closed while it is read.
+func consolePipe() (ours, inherited, written *os.File, err error) {
+	var fds [2]int
+	if err := unix.Pipe2(fds[:], unix.O_CLOEXEC); err != nil {
+		return nil, nil, nil, os.NewSyscallError("pipe2", err)
+	}
+	inherited, written = os.NewFile(uintptr(fds[0]), "console"), os.NewFile(uintptr(fds[1]), "console")
+	if ours, err = os.OpenFile(fdPath(fds[0]), os.O_RDONLY|unix.O_NONBLOCK, 0); err != nil {
+		return nil, nil, nil, errors.Join(err, inherited.Close(), written.Close())
+	}
+	return ours, inherited, written, nil
+}
+
 // reopenConsole takes over the console of a monitor that an earlier daemon started.
 func reopenConsole(dir string, pid int) (*console, error) {
 	pipe, err := os.OpenFile(fmt.Sprintf("/proc/%d/fd/1", pid), os.O_RDONLY|unix.O_NONBLOCK, 0)

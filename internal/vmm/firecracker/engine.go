@@ -241,10 +241,11 @@ func (e *Engine) spawn(s *session, c *command) (err error) {
 	if s.state, err = newState(); err != nil {
 		return err
 	}
-	output, stdout, err := os.Pipe()
+	output, inherited, stdout, err := consolePipe()
 	if err != nil {
 		return err
 	}
+	defer inherited.Close()
 	defer stdout.Close()
 	rootfs := c.rootfs
 	if rootfs == nil { // its number must be taken
@@ -261,7 +262,7 @@ func (e *Engine) spawn(s *session, c *command) (err error) {
 		}
 		defer start.Stdin.Close()
 	}
-	start.Files = append(start.Files, output) // the console goes on when we die
+	start.Files = append(start.Files, inherited) // the console goes on when we die
 	if s.process, err = vmproc.Start(start); err != nil {
 		return errors.Join(err, output.Close())
 	}
