@@ -43,7 +43,8 @@ func productParts() parts {
 // newEngine is the engine that was asked for, or the best that this host can run.
 func newEngine(f *daemonFlags, log *slog.Logger) vmm.Engine {
 	emulator := qemu.New(qemu.Options{Binary: f.QEMU, Accel: f.Accel, Log: log})
-	fire := firecracker.New(firecracker.Options{Binary: f.Firecracker, CPUTemplate: f.CPUTemplate, Log: log})
+	fire := firecracker.New(firecracker.Options{Binary: f.Firecracker, CPUTemplate: f.CPUTemplate,
+		User: firecracker.KVMUser(f.FirecrackerUID), Log: log})
 	switch f.Engine {
 	case engineQEMU:
 		return emulator
@@ -69,6 +70,7 @@ type daemonFlags struct {
 	Cache           string `placeholder:"DIR" help:"What makes builds of images faster and may be deleted. Default: /var/cache/forkd, or below $$XDG_CACHE_HOME."`
 	Engine          string `enum:"auto,qemu,firecracker" default:"auto" help:"What runs machines: ${enum}. auto: Firecracker where it and a working KVM are there, else QEMU."`
 	Firecracker     string `name:"firecracker" env:"FORKD_FIRECRACKER" placeholder:"FILE" help:"The Firecracker binary, 1.12 or newer. Default: the one in $$PATH."`
+	FirecrackerUID  uint32 `name:"firecracker-uid" placeholder:"UID" help:"Run each Firecracker as this user, in the group that KVM is open to, without capabilities. Default: as the daemon."`
 	CPUTemplate     string `name:"cpu-template" placeholder:"NAME" help:"Firecracker's CPU template for new parents (T2, T2S, T2CL, T2A, C3): their snapshots restore on other processors that have it."`
 	QEMU            string `name:"qemu" placeholder:"FILE" help:"The QEMU binary. Default: the one in $$PATH."`
 	Accel           string `enum:"auto,kvm,tcg" default:"auto" help:"KVM, emulation, or KVM if a test guest runs on it: ${enum}."`

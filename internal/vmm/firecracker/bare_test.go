@@ -6,6 +6,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"strconv"
 	"testing"
 	"time"
 
@@ -14,6 +15,7 @@ import (
 	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/vmm"
 	"github.com/forkd/forkd/internal/vmm/probeguest"
+	"github.com/forkd/forkd/internal/vmm/vmproc"
 )
 
 // bare is an engine with a frozen probe guest, on whatever KVM this host has.
@@ -33,6 +35,9 @@ func newBare(t *testing.T, opt Options, commands ...byte) *bare {
 		t.Skipf("no KVM: %v", err)
 	}
 	opt.Binary, opt.Bare, opt.Serial = firecrackerBinary(t), true, true
+	if uid, err := strconv.Atoi(os.Getenv("FORKD_TEST_UID")); err == nil { // KVM must be open to that user
+		opt.User = vmproc.User{UID: uint32(uid), GID: uint32(uid)}
+	}
 	b := &bare{Engine: New(opt), shape: vmm.Shape{MemMiB: bareMiB, VCPUs: 1}}
 	if _, err := b.Probe(t.Context()); err != nil {
 		t.Skipf("this host runs no Firecracker: %v", err)

@@ -37,6 +37,7 @@ type Options struct {
 	Bare        bool   // a KVM that can't run a stock kernel will do, and guests may have no root file system: for probe guests
 	Serial      bool   // the guest's serial port can be written to: see Serial
 	Save        SaveMode
+	User        vmproc.User // whom Firecracker runs as; the zero value: the daemon's own
 	TSCkHz      func() (uint64, error)
 	KVM         func() error // what this host's KVM is worth; default probeguest.Check
 	Log         *slog.Logger
@@ -255,7 +256,7 @@ func (e *Engine) spawn(s *session, c *command) (err error) {
 		defer rootfs.Close()
 	}
 	start := vmproc.Command{Name: "Firecracker", Binary: e.opt.Binary, Dir: c.dir, Args: []string{"--api-sock", apiSocket, "--id", "forkd",
-		"--log-path", "/proc/self/fd/2", "--level", "Warning"}, Stdout: stdout, Files: append([]*os.File{rootfs, s.state, c.memory}, c.more...)}
+		"--log-path", "/proc/self/fd/2", "--level", "Warning"}, Stdout: stdout, User: e.opt.User, Files: append([]*os.File{rootfs, s.state, c.memory}, c.more...)}
 	if e.opt.Serial {
 		if start.Stdin, s.input, err = os.Pipe(); err != nil {
 			return errors.Join(err, output.Close())

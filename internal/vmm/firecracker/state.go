@@ -113,5 +113,8 @@ func (s *session) saveWithMemory(ctx context.Context, kind string) error {
 	}
 	defer os.Remove(scratch.Name())
 	defer scratch.Close()
+	if err := scratch.Chmod(0o666); err != nil { // Firecracker may be another user; nobody else gets into the directory
+		return fmt.Errorf("save the device state: %w", err)
+	}
 	return s.do(ctx, createSnapshot(kind, filepath.Base(scratch.Name()), saveLimit(s.memoryMiB)))
 }

@@ -55,7 +55,11 @@ type Command struct {
 	Stdin  *os.File   // nil: the null device
 	Stdout *os.File   // nil: the null device
 	Files  []*os.File // its descriptors from 3 on
+	User   User       // the zero value: ours
 }
+
+// User is who a monitor runs as. A user other than root has no capabilities.
+type User struct{ UID, GID uint32 }
 
 // Start runs a monitor.
 func Start(c Command) (*Process, error) {
@@ -76,6 +80,13 @@ func Start(c Command) (*Process, error) {
 	}
 	cmd.Stderr = w
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, PidFD: &p.pidfd}
+	if c.User != (User{}) {
+		leave, err := become(cmd, c, w)
+		if err != nil {
+			return nil, errors.Join(err, r.Close(), w.Close())
+		}
+		defer leave()
+	}
 	err = cmd.Start()
 	w.Close()
 	if err != nil {
@@ -91,6 +102,23 @@ func Start(c Command) (*Process, error) {
 		return nil, fmt.Errorf("start time of %s: %w", c.Name, err)
 	}
 	return p, nil
+}
+
+// become has a command run as another user, in a directory that is that user's.
+func become(cmd *exec.Cmd, c Command, stderr *os.File) (leave func(), err error) {
+	cmd.SysProcAttr.Credential = &syscall.Credential{Uid: c.User.UID, Gid: c.User.GID, Groups: []uint32{c.User.GID}}
+	for _, chown := range []func(uid, gid int) error{stderr.Chown, func(uid, gid int) error { return os.Chown(c.Dir, uid, gid) }} {
+		if err := chown(int(c.User.UID), int(c.User.GID)); err != nil {
+			return nil, fmt.Errorf("run %s as user %d: %w", c.Name, c.User.UID, err)
+		}
+	}
+	// It gets there although the directories above are not that user's to enter.
+	dir, err := os.Open(c.Dir)
+	if err != nil {
+		return nil, err
+	}
+	cmd.Dir = fmt.Sprintf("/proc/self/fd/%d", dir.Fd())
+	return func() { dir.Close() }, nil
 }
 
 // Done is closed when the process has ended.
