@@ -81,7 +81,7 @@ func (e *Engine) Describe(ctx context.Context) (string, error) {
 func (e *Engine) probe(ctx context.Context) (*abilities, error) {
 	path, err := exec.LookPath(e.opt.Binary)
 	if err != nil {
-		return nil, fmt.Errorf("Firecracker (%s) not found (%w): give it with --firecracker or FORKD_FIRECRACKER: %w", e.opt.Binary, err, vmm.ErrUnavailable)
+		return nil, fmt.Errorf("no Firecracker (%s: %w): give it with --firecracker or FORKD_FIRECRACKER: %w", e.opt.Binary, err, vmm.ErrUnavailable)
 	}
 	a, err := askVersion(ctx, path)
 	if err != nil {

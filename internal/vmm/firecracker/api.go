@@ -43,7 +43,7 @@ func (r *refusal) Error() string {
 }
 
 // errBroken says that the connection to the API broke, or what came over it was no answer. Whether the call was carried out is not known.
-var errBroken = errors.New("Firecracker's API connection broke")
+var errBroken = errors.New("connection to Firecracker's API broke")
 
 // api is a client of one Firecracker's API. One connection serves its life; calls follow each other.
 type api struct {
@@ -105,7 +105,7 @@ func (a *api) do(ctx context.Context, c call) error {
 	if limit == 0 {
 		limit = callLimit
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("Firecracker did not answer within %v: %w", limit, context.DeadlineExceeded))
+	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("no answer from Firecracker within %v: %w", limit, context.DeadlineExceeded))
 	defer cancel()
 	a.mu.Lock()
 	defer a.mu.Unlock()

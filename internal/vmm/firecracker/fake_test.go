@@ -100,8 +100,8 @@ type fake struct {
 	started  bool
 	running  bool
 	saved    bool
-	ran      bool // the guest has run since it was loaded
-	deaf     bool // nothing gets to the guest any more
+	ran      bool           // the guest has run since it was loaded
+	deaf     bool           // nothing gets to the guest any more
 	guests   []*net.TCPConn // connections to the guest's agent
 	listener net.Listener   // of the agent
 }
