@@ -203,7 +203,7 @@ func ownKernel(path, modules string) (kernel, error) {
 
 // kernelVersion reads the version from the header of a bzImage (the kernel's Documentation/arch/x86/boot.rst: kernel_version).
 func kernelVersion(path string) (string, error) {
-	f, err := os.Open(path)
+	f, err := openRegular(path)
 	if err != nil {
 		return "", err
 	}

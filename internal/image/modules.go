@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
-	"os"
 	"path/filepath"
 	"strings"
 
@@ -50,9 +49,9 @@ func openModules(dir, version string, unxz func(path string) ([]byte, error)) (*
 	if err != nil {
 		return nil, fmt.Errorf("list modules: %w", err)
 	}
-	list, err := os.ReadFile(filepath.Join(dir, "modules.builtin"))
+	list, err := readRegular(filepath.Join(dir, "modules.builtin"))
 	if err != nil {
-		return nil, fmt.Errorf("list built-in modules: %w", err)
+		return nil, fmt.Errorf("%w: list built-in modules: %w", ErrInvalid, err)
 	}
 	for line := range strings.Lines(string(list)) {
 		if name, ok := moduleName(filepath.Base(strings.TrimSpace(line))); ok {
@@ -205,13 +204,22 @@ func softNeeds(value string) []moduleNeed {
 	return needs
 }
 
+func readRegular(path string) ([]byte, error) {
+	f, err := openRegular(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	return io.ReadAll(f)
+}
+
 // readFile reads a module and unpacks it by its file name. Memory is bounded: no module is larger than 256 MiB.
 func (t *moduleTree) readFile(path string) ([]byte, error) {
 	const limit = 256 << 20
 	if filepath.Ext(path) == ".xz" {
 		return t.unxz(path)
 	}
-	raw, err := os.ReadFile(path)
+	raw, err := readRegular(path)
 	if err != nil {
 		return nil, err
 	}

@@ -53,7 +53,7 @@ func (b *build) inspectRootfs() (source, error) {
 
 // inspectFile tells a file system image or an archive by its magic numbers.
 func (b *build) inspectFile(path string) (source, error) {
-	f, err := os.Open(path)
+	f, err := openRegular(path)
 	if err != nil {
 		return source{}, err
 	}
@@ -137,7 +137,17 @@ func (b *build) unpack(ctx context.Context, tree string) error {
 	}
 	_, err = b.run(ctx, command{name: "tar", timeout: 20 * time.Minute, args: []string{"--extract", "--file=" + archive, "--directory=" + tree,
 		"--numeric-owner", "--same-owner", "--preserve-permissions", "--xattrs", "--xattrs-include=*"}})
+	if err != nil && ctx.Err() == nil && !diskFull(tree) {
+		return fmt.Errorf("%w: archive %s can't be unpacked: %w", ErrInvalid, archive, err)
+	}
 	return err
+}
+
+// diskFull tells whether that is why a program could not write below a directory.
+func diskFull(dir string) bool {
+	var st unix.Statfs_t
+	const enough = 1 << 20
+	return unix.Statfs(dir, &st) == nil && (st.Bavail*uint64(st.Bsize) < enough || st.Files > 0 && st.Ffree == 0)
 }
 
 func (b *build) importTree(ctx context.Context, tree, file, key string) (rootfs, error) {

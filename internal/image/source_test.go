@@ -8,6 +8,9 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 func at(offset int, magic string, more ...byte) []byte {
@@ -93,7 +96,7 @@ func TestImportTree(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, err := s.Build(t.Context(), BuildSpec{Name: "broken", Rootfs: archive}, nil)
-	if err == nil || !strings.Contains(err.Error(), "tar failed") {
+	if !errors.Is(err, ErrInvalid) || !strings.Contains(err.Error(), "tar failed") {
 		t.Errorf("Build() of a broken archive: error = %v, want what tar said", err)
 	}
 	if left, err := filepath.Glob(filepath.Join(s.dir, stagingPrefix+"*")); err != nil || len(left) > 0 {
@@ -158,5 +161,44 @@ func TestFixErofsTime(t *testing.T) {
 	}
 	if err := fixErofsTime(path + "x"); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("fixErofsTime() of nothing: error = %v, want %v", err, os.ErrNotExist)
+	}
+}
+
+// Nobody may ever write to a pipe: a build that waits for it would hold up all others.
+func TestPipesAreNoFiles(t *testing.T) {
+	pipe := filepath.Join(t.TempDir(), "pipe")
+	if err := unix.Mkfifo(pipe, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	modules := t.TempDir()
+	if err := unix.Mkfifo(filepath.Join(modules, "modules.builtin"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	kernel := filepath.Join(t.TempDir(), "vmlinuz")
+	if err := os.WriteFile(kernel, fakeBzImage("6.1.2"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for name, spec := range map[string]BuildSpec{
+		"kernel":  {Kernel: pipe},
+		"rootfs":  {Rootfs: pipe},
+		"modules": {Kernel: kernel, Modules: modules},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s, _ := newStore(t)
+			spec.Name = "x"
+			done := make(chan error, 1)
+			go func() {
+				_, err := s.Build(t.Context(), spec, nil)
+				done <- err
+			}()
+			select {
+			case err := <-done:
+				if !errors.Is(err, ErrInvalid) || !strings.Contains(err.Error(), "pipe") {
+					t.Errorf("Build() error = %v, want one that says that it is a pipe", err)
+				}
+			case <-time.After(20 * time.Second):
+				t.Fatal("the build waits for somebody to write to the pipe")
+			}
+		})
 	}
 }

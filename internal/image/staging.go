@@ -99,10 +99,38 @@ func writeFile(path string, data []byte, perm fs.FileMode) error {
 	return errors.Join(err, f.Close())
 }
 
+// openRegular opens a file that somebody names. Of anything else, such as a pipe, opening or reading may never end.
+func openRegular(path string) (*os.File, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, err
+	}
+	info, err := f.Stat()
+	if err == nil && !info.Mode().IsRegular() {
+		err = fmt.Errorf("%s is a %s, not a file", path, kindOf(info.Mode()))
+	}
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}
+
+func kindOf(m fs.FileMode) string {
+	switch {
+	case m.IsDir():
+		return "directory"
+	case m&fs.ModeNamedPipe != 0:
+		return "pipe"
+	case m&fs.ModeSocket != 0:
+		return "socket"
+	}
+	return "device"
+}
+
 // copyFile copies and syncs a file, padded with zeros to a multiple of align bytes. Where the file system can share blocks the copy
 // costs no space.
 func copyFile(dst, src string, align int64) error {
-	in, err := os.Open(src)
+	in, err := openRegular(src)
 	if err != nil {
 		return fmt.Errorf("open file: %w", err)
 	}
@@ -134,7 +162,7 @@ func linkFile(dst, src string) error {
 
 // blobOf describes a file, reading all of it.
 func blobOf(path string) (Blob, error) {
-	f, err := os.Open(path)
+	f, err := openRegular(path)
 	if err != nil {
 		return Blob{}, fmt.Errorf("open file: %w", err)
 	}

@@ -2,6 +2,7 @@ package server
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -20,7 +21,8 @@ const (
 	maxBody     = 1 << 20
 	maxCodeBody = 8 << 20 // exec and eval: stdin and code
 
-	bodyTimeout = 30 * time.Second // a client that sends its body slower holds nothing
+	bodyTimeout   = 30 * time.Second       // a client that sends its body slower holds nothing
+	lingerTimeout = 500 * time.Millisecond // for what is on its way when the answer is given before the body came
 
 	// What is read and thrown away of a body that is too large, so that a client that only reads the answer after it sent
 	// everything gets to see it instead of a broken connection.
@@ -58,8 +60,8 @@ func readBody(w http.ResponseWriter, r *http.Request, limit int64) ([]byte, erro
 		return nil, tooLarge // the client waits for a word before it sends
 	}
 	control := http.NewResponseController(w)
-	_ = control.SetReadDeadline(time.Now().Add(bodyTimeout)) // not supported by a recorder in a test
-	defer control.SetReadDeadline(time.Time{})
+	stop := context.AfterFunc(noteOf(r.Context()).draining, func() { _ = control.SetReadDeadline(time.Now()) }) // it has not begun to be answered
+	defer stop()
 	body, err := io.ReadAll(io.LimitReader(r.Body, limit+1))
 	if err != nil {
 		return nil, invalid("", "reading the body: %v", err)

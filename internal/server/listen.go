@@ -116,6 +116,7 @@ func (s *Server) Serve(ctx context.Context, unixListener, tcpListener net.Listen
 		return err
 	case <-ctx.Done():
 	}
+	s.drain()
 	s.Events.Close() // who listens would listen through all of the grace period
 	s.shutdown(servers, grace)
 	return <-failed

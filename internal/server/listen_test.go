@@ -1,7 +1,9 @@
 package server
 
 import (
+	"bufio"
 	"context"
+	"io"
 	"log/slog"
 	"net"
 	"net/http"
@@ -176,6 +178,69 @@ func TestShutdown(t *testing.T) {
 			}
 			if _, err := net.Dial("unix", unixListener.Addr().String()); err == nil {
 				t.Error("the socket still answers")
+			}
+		})
+	}
+}
+
+// A body that does not come must not keep the answer from going out, nor the connection, nor the end of the daemon.
+func TestStalledBodies(t *testing.T) {
+	t.Parallel()
+	tests := map[string]struct {
+		head   string
+		status int // 0: the daemon waits for the body; it is told to stop then
+	}{
+		"without a token":    {"POST /v1/sandboxes HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{", 401},
+		"in chunks":          {"POST /v1/sandboxes HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello", 401},
+		"of a GET":           {"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{", 200},
+		"unknown path":       {"PUT /nothing HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nContent-Length: 100\r\n\r\n{", 404},
+		"that is waited for": {"POST /v1/sandboxes HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nContent-Length: 100\r\n\r\n{", 0},
+	}
+	for name, tt := range tests {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := &stub{}
+			srv := New(Config{Service: s, Images: stubImages{s}, Token: "secret", Log: slog.New(slog.DiscardHandler)})
+			l, err := ListenTCP("127.0.0.1:0", true)
+			if err != nil {
+				t.Fatal(err)
+			}
+			ctx, stop := context.WithCancel(t.Context())
+			served := make(chan error, 1)
+			go func() { served <- srv.Serve(ctx, nil, l, time.Minute) }()
+			conn, err := net.Dial("tcp", l.Addr().String())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close()
+			if _, err := conn.Write([]byte(tt.head)); err != nil {
+				t.Fatal(err)
+			}
+			want := tt.status
+			if want == 0 {
+				time.Sleep(50 * time.Millisecond) // so that it most likely waits already; it must be cut off also if it does not yet
+				stop()
+				want = 400
+			}
+			conn.SetReadDeadline(time.Now().Add(20 * time.Second)) // the body has 30 s
+			resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if resp.StatusCode != want {
+				t.Errorf("status %d, want %d", resp.StatusCode, want)
+			}
+			if _, err := io.Copy(io.Discard, conn); err != nil {
+				t.Errorf("the connection stays open: %v", err)
+			}
+			stop()
+			select {
+			case err := <-served:
+				if err != nil {
+					t.Errorf("Serve = %v", err)
+				}
+			case <-time.After(20 * time.Second):
+				t.Error("the daemon does not stop")
 			}
 		})
 	}

@@ -8,6 +8,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"net/http"
@@ -27,6 +28,8 @@ type note struct {
 	id    string
 	route string
 	err   error
+
+	draining context.Context // ends when the daemon is told to stop
 }
 
 type noteKey struct{}
@@ -35,7 +38,7 @@ func noteOf(ctx context.Context) *note {
 	if n, ok := ctx.Value(noteKey{}).(*note); ok {
 		return n
 	}
-	return &note{}
+	return &note{draining: context.Background()}
 }
 
 func noteRoute(ctx context.Context, route string) { noteOf(ctx).route = route }
@@ -46,20 +49,54 @@ func requestID(ctx context.Context) string        { return noteOf(ctx).id }
 type recorder struct {
 	http.ResponseWriter
 	status int
+	body   *requestBody // nil: the request has none
+	duplex bool         // the body is read on while the answer is written
 }
 
 func (w *recorder) WriteHeader(status int) {
 	if w.status == 0 {
 		w.status = status
+		if w.body != nil && !w.body.read && !w.duplex {
+			w.leaveBody()
+		}
 	}
 	w.ResponseWriter.WriteHeader(status)
 }
 
 func (w *recorder) Write(b []byte) (int, error) {
 	if w.status == 0 {
-		w.status = http.StatusOK
+		w.WriteHeader(http.StatusOK)
 	}
 	return w.ResponseWriter.Write(b)
+}
+
+// leaveBody has the answer go out before what is left of the request's body came in, if it ever does: the connection ends with it.
+func (w *recorder) leaveBody() {
+	w.Header().Set("Connection", "close")
+	_ = http.NewResponseController(w.ResponseWriter).SetReadDeadline(time.Now().Add(lingerTimeout))
+}
+
+// EnableFullDuplex is for http.ResponseController.
+func (w *recorder) EnableFullDuplex() error {
+	w.duplex = true
+	return http.NewResponseController(w.ResponseWriter).EnableFullDuplex()
+}
+
+// requestBody gives a request's body a time in which it must have come. Once it has, the connection has none: a handler may work for long, and
+// meanwhile a read is what tells that the client has left.
+type requestBody struct {
+	io.ReadCloser
+	control *http.ResponseController
+	read    bool // to its end
+}
+
+func (b *requestBody) Read(p []byte) (int, error) {
+	n, err := b.ReadCloser.Read(p)
+	if err == io.EOF && !b.read {
+		b.read = true
+		_ = b.control.SetReadDeadline(time.Time{})
+	}
+	return n, err
 }
 
 // Unwrap is for http.ResponseController.
@@ -69,13 +106,18 @@ func (w *recorder) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 func (s *Server) observe(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		start := time.Now()
-		n := &note{id: r.Header.Get("X-Request-Id"), route: "other"}
+		n := &note{id: r.Header.Get("X-Request-Id"), route: "other", draining: s.draining}
 		if !requestIDPattern.MatchString(n.id) {
 			n.id = newRequestID()
 		}
 		w.Header().Set("X-Request-Id", n.id)
 		r = r.WithContext(context.WithValue(r.Context(), noteKey{}, n))
 		rec := &recorder{ResponseWriter: w}
+		if r.ContentLength != 0 {
+			rec.body = &requestBody{ReadCloser: r.Body, control: http.NewResponseController(w)}
+			_ = rec.body.control.SetReadDeadline(start.Add(bodyTimeout)) // not supported by a recorder in a test
+			r.Body = rec.body
+		}
 		defer func() {
 			abort := false
 			if p := recover(); p != nil {

@@ -32,6 +32,9 @@ type Server struct {
 	replays *replays
 	life    context.Context // ends when the grace period of a shutdown is over
 	stop    context.CancelCauseFunc
+
+	draining context.Context // ends when a shutdown begins
+	drain    context.CancelFunc
 }
 
 // New returns a server that serves nothing yet.
@@ -41,6 +44,7 @@ func New(cfg Config) *Server {
 	}
 	s := &Server{Config: cfg, replays: newReplays(replayWindow, replayEntries, replayBytes)}
 	s.life, s.stop = context.WithCancelCause(context.Background())
+	s.draining, s.drain = context.WithCancel(context.Background())
 	s.metrics = newMetrics(cfg.Service.Stats)
 	return s
 }

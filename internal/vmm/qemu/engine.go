@@ -76,6 +76,8 @@ func New(opt Options) *Engine {
 
 var versionLine = regexp.MustCompile(`version (\d+\.\d+\.\d+)`)
 
+const probeLimit = 20 * time.Second
+
 // Probe implements vmm.Engine.
 func (e *Engine) Probe(ctx context.Context) (vmm.Info, error) {
 	e.mu.Lock()
@@ -87,7 +89,8 @@ func (e *Engine) Probe(ctx context.Context) (vmm.Info, error) {
 	if err != nil {
 		return vmm.Info{}, fmt.Errorf("QEMU (%s) not found: install it (apt-get install qemu-system-x86): %w", e.opt.Binary, vmm.ErrUnavailable)
 	}
-	ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
+	// What is found out holds for as long as the daemon runs: who asks first may leave, but not take the answer with him.
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), probeLimit)
 	defer cancel()
 	out, err := exec.CommandContext(ctx, path, "--version").CombinedOutput()
 	m := versionLine.FindSubmatch(out)
@@ -122,6 +125,8 @@ func (e *Engine) chooseAccel(ctx context.Context, binary string) (string, error)
 	switch {
 	case err == nil:
 		return AccelKVM, nil
+	case ctx.Err() != nil:
+		return "", fmt.Errorf("whether KVM works could not be found out within %s: try again, or use --accel tcg: %w: %w", probeLimit, err, vmm.ErrUnavailable)
 	case e.opt.Accel == AccelKVM:
 		return "", fmt.Errorf("KVM was asked for: %w: %w", err, vmm.ErrUnavailable)
 	}
@@ -228,17 +233,17 @@ func (e *Engine) Attach(ctx context.Context, id vmm.Process) (vmm.Machine, error
 	if err != nil {
 		return nil, fmt.Errorf("attach to QEMU %d: %w", id.PID, err)
 	}
-	m := s.machine()
 	var status struct {
 		Status string `json:"status"`
 	}
 	if err := s.qmp.do(ctx, "query-status", nil, &status); err != nil {
+		s.qmp.close()
 		return nil, fmt.Errorf("attach to QEMU %d: %w", id.PID, err)
 	}
 	if status.Status == "shutdown" || status.Status == "guest-panicked" {
 		s.guestEnded("guest had ended (" + status.Status + ") when the daemon came back")
 	}
-	return m, nil
+	return s.machine(), nil
 }
 
 // checkShape refuses what QEMU would refuse less legibly, and memory that is not what the shape says.

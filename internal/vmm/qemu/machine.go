@@ -174,6 +174,8 @@ type machine struct {
 	done    chan struct{}
 	exit    vmm.Exit
 
+	console chan struct{} // holds a value while the console is being read
+
 	mu     sync.Mutex
 	killed bool
 }
@@ -185,7 +187,7 @@ var (
 )
 
 func (s *session) machine() *machine {
-	m := &machine{session: s, done: make(chan struct{})}
+	m := &machine{session: s, done: make(chan struct{}), console: make(chan struct{}, 1)}
 	go m.watch()
 	return m
 }
@@ -267,8 +269,12 @@ func (m *machine) Dial(ctx context.Context, port uint32) (net.Conn, error) {
 
 // Console implements vmm.Console. QEMU's ring is emptied by reading it, so what was read is kept in the machine's directory.
 func (m *machine) Console(ctx context.Context) ([]byte, error) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
+	select {
+	case m.console <- struct{}{}:
+		defer func() { <-m.console }()
+	case <-ctx.Done():
+		return nil, fmt.Errorf("guest console: %w", ctx.Err())
+	}
 	path := filepath.Join(m.session.process.ID.Dir, consoleFile)
 	kept, err := os.ReadFile(path)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {

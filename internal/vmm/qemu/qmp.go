@@ -40,11 +40,14 @@ type monitor struct {
 	replies chan qmpMessage
 	closed  chan struct{} // closed when the reader has ended
 
-	mu sync.Mutex // one command at a time
+	turn chan struct{} // holds a value while a command is under way: one at a time
+
+	mu        sync.Mutex
+	abandoned int // commands whose answers nobody waits for any more; they come first
 }
 
 func newMonitor(conn *net.UnixConn, onEvent func(string, json.RawMessage)) *monitor {
-	q := &monitor{conn: conn, onEvent: onEvent, replies: make(chan qmpMessage, 1), closed: make(chan struct{})}
+	q := &monitor{conn: conn, onEvent: onEvent, replies: make(chan qmpMessage, 1), closed: make(chan struct{}), turn: make(chan struct{}, 1)}
 	go q.read()
 	return q
 }
@@ -61,11 +64,22 @@ func (q *monitor) read() {
 		case m.Event != "":
 			q.onEvent(m.Event, m.Data)
 		case m.Return != nil || m.Error != nil:
-			select {
-			case q.replies <- m:
-			default: // an answer nobody waits for any more: its caller gave up and the connection is being closed
-			}
+			q.deliver(m)
 		}
+	}
+}
+
+// deliver hands an answer to the command that waits for it.
+func (q *monitor) deliver(m qmpMessage) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.abandoned > 0 {
+		q.abandoned--
+		return
+	}
+	select {
+	case q.replies <- m:
+	default: // QEMU says more than it was asked
 	}
 }
 
@@ -74,13 +88,26 @@ func (q *monitor) negotiate(ctx context.Context) error {
 	return q.do(ctx, "qmp_capabilities", nil, nil)
 }
 
-// do runs one command. A call that ends early (ctx) closes the connection: a late answer would be taken for the next one's.
-func (q *monitor) do(ctx context.Context, command string, args any, result any, files ...*os.File) error {
-	q.mu.Lock()
-	defer q.mu.Unlock()
+// take waits for this command's turn.
+func (q *monitor) take(ctx context.Context) (free func(), err error) {
 	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	select {
+	case q.turn <- struct{}{}:
+		return func() { <-q.turn }, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+// do runs one command. When ctx ends first QEMU may carry it out still; its answer is dropped when it comes, and the next command waits for that.
+func (q *monitor) do(ctx context.Context, command string, args any, result any, files ...*os.File) error {
+	free, err := q.take(ctx)
+	if err != nil {
 		return fmt.Errorf("%s: %w", command, err)
 	}
+	defer free()
 	if err := q.send(command, args, files); err != nil {
 		return fmt.Errorf("%s: %w", command, err)
 	}
@@ -111,7 +138,14 @@ func (q *monitor) reply(ctx context.Context) (qmpMessage, error) {
 	case m := <-q.replies:
 		return m, nil
 	case <-ctx.Done():
-		q.conn.Close()
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		select {
+		case m := <-q.replies: // just in time
+			return m, nil
+		default:
+		}
+		q.abandoned++
 		return qmpMessage{}, ctx.Err()
 	case <-q.closed:
 		select {

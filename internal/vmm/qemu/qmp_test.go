@@ -99,21 +99,6 @@ func TestMonitorThatDies(t *testing.T) {
 	}
 }
 
-func TestMonitorThatIsSilent(t *testing.T) {
-	ours, _ := pair(t)
-	q := newMonitor(ours, func(string, json.RawMessage) {})
-	defer q.close()
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
-	defer cancel()
-	if err := q.do(ctx, "stop", nil, nil); !errors.Is(err, context.DeadlineExceeded) {
-		t.Errorf("got %v, want the deadline", err)
-	}
-	// The connection is gone: a late answer must not be taken for the next command's.
-	if err := q.do(t.Context(), "cont", nil, nil); err == nil {
-		t.Error("a command after an abandoned one succeeded")
-	}
-}
-
 func TestMonitorSendsFiles(t *testing.T) {
 	ours, theirs := pair(t)
 	q := newMonitor(ours, func(string, json.RawMessage) {})
@@ -145,5 +130,59 @@ func TestMonitorSendsFiles(t *testing.T) {
 	}
 	if err := <-got; err != nil {
 		t.Error(err)
+	}
+}
+
+// A caller that gives up must cost the next one neither the connection nor its own answer.
+func TestMonitorSurvivesACallerThatLeaves(t *testing.T) {
+	ours, theirs := pair(t)
+	q := newMonitor(ours, func(string, json.RawMessage) {})
+	defer q.close()
+	dec := json.NewDecoder(theirs)
+	read := func() {
+		t.Helper()
+		if err := dec.Decode(&struct{}{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for range 3 {
+		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+		if err := q.do(ctx, "ringbuf-read", nil, nil); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("got %v, want %v", err, context.DeadlineExceeded)
+		}
+		cancel()
+		read()
+	}
+	done := make(chan error, 1)
+	var r struct{ Status string }
+	go func() { done <- q.do(t.Context(), "query-status", nil, &r) }()
+	read()
+	theirs.Write([]byte(`{"return": {"status": "1"}} {"return": {"status": "2"}} {"return": {"status": "3"}} {"return": {"status": "mine"}}`))
+	if err := <-done; err != nil || r.Status != "mine" {
+		t.Errorf("got %q, %v, want the answer to the last command", r.Status, err)
+	}
+}
+
+// A command that QEMU does not answer must not keep others longer than they want to wait.
+func TestMonitorTurnsEnd(t *testing.T) {
+	ours, theirs := pair(t)
+	defer theirs.Close()
+	q := newMonitor(ours, func(string, json.RawMessage) {})
+	first, end := context.WithCancel(t.Context())
+	begun := make(chan struct{})
+	go func() {
+		close(begun)
+		q.do(first, "stop", nil, nil)
+	}()
+	defer q.close()
+	defer end()
+	<-begun
+	if err := json.NewDecoder(theirs).Decode(&struct{}{}); err != nil { // it has its turn
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+	defer cancel()
+	if err := q.do(ctx, "cont", nil, nil); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("got %v, want %v", err, context.DeadlineExceeded)
 	}
 }

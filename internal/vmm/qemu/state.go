@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -76,6 +77,8 @@ func (s fileSet) arguments() any {
 	}{Filename: fmt.Sprintf("/dev/fdset/%d", s.ID)}
 }
 
+const addFileLimit = 10 * time.Second
+
 // addFile empties a file and hands it to QEMU.
 func (m *machine) addFile(ctx context.Context, w *os.File) (fileSet, error) {
 	var set fileSet
@@ -84,6 +87,9 @@ func (m *machine) addFile(ctx context.Context, w *os.File) (fileSet, error) {
 		return set, fmt.Errorf("device state file: %w", err)
 	}
 	defer own.Close()
+	// Who asked for this may leave, but not before QEMU has said under which number it holds the file.
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), addFileLimit)
+	defer cancel()
 	if err := m.do(ctx, "add-fd", nil, &set, own); err != nil {
 		return set, fmt.Errorf("device state file: %w", err)
 	}
@@ -120,11 +126,14 @@ func (q *monitor) stage(command string, args any) error {
 
 // finish sends the last byte of the command that was staged and waits for its end.
 func (q *monitor) finish(ctx context.Context, command string) error {
-	q.mu.Lock()
-	defer q.mu.Unlock()
+	free, err := q.take(ctx)
+	if err != nil {
+		return fmt.Errorf("%s: %w", command, err)
+	}
+	defer free()
 	if _, err := q.conn.Write([]byte{'}'}); err != nil {
 		return fmt.Errorf("%s: %w", command, err)
 	}
-	_, err := q.answer(ctx, command)
+	_, err = q.answer(ctx, command)
 	return err
 }
