@@ -18,7 +18,8 @@ import (
 )
 
 // Recover makes the records and reality agree, whatever an earlier daemon was doing when it ended, and starts the Manager's background
-// work. Sandboxes that live are taken over, with their deadlines. Those that were just being started or ended are ended: nobody was told of
+// work. Sandboxes that live are taken over, with their deadlines; one whose machine is gone is suspended
+// again, as it was before, if it ever was. Those that were just being started or ended are ended: nobody was told of
 // them, or somebody wanted that. Pool members are ended and made anew. Half-made snapshots are removed; one that was published is finished.
 func (m *Manager) Recover(ctx context.Context) (Recovery, error) {
 	m.mu.Lock()
@@ -175,69 +176,101 @@ func (m *Manager) recoverSandboxes(ctx context.Context, r *Recovery) error {
 	if err != nil {
 		return err
 	}
-	var forget []string
-	aborted := 0
-	var mu sync.Mutex // guards r
-	count := func(n *int, found bool, err error) error {
-		mu.Lock()
-		defer mu.Unlock()
-		switch {
-		case err != nil:
-		case found:
-			*n++
-		default:
-			r.Lost++
-		}
+	if err := m.readoptAll(ctx, recs, r); err != nil {
 		return err
 	}
-	var jobs errgroup.Group // one that can't be taken over is no reason to give up the others
-	jobs.SetLimit(max(4, 2*m.limits.Launches))
-	for _, rec := range recs {
-		switch {
-		case State(rec.State) == StateStarting:
-			aborted++
-			forget = append(forget, rec.ID)
-		case !rec.EndedAt.IsZero() && rec.Reason == reasonKilled: // Kill was about to forget it
-			forget = append(forget, rec.ID)
-		case State(rec.State) == StateSuspended:
-			jobs.Go(func() error {
-				found, err := m.readoptSuspended(ctx, rec)
-				return count(&r.Suspended, found, err)
-			})
-		case State(rec.State) == StateRunning:
-			jobs.Go(func() error {
-				found, err := m.readopt(ctx, rec)
-				return count(&r.Adopted, found, err)
-			})
-		}
-	}
-	if err := jobs.Wait(); err != nil {
-		return err
-	}
-	r.Aborted = aborted
 	if err := m.reap(r); err != nil {
 		return err
 	}
-	for _, id := range forget {
-		if err := m.forget(ctx, id); err != nil {
+	for _, rec := range recs {
+		switch {
+		case State(rec.State) == StateStarting:
+			r.Aborted++
+		case !rec.EndedAt.IsZero() && rec.Reason == reasonKilled: // Kill was about to forget it
+		default:
+			continue
+		}
+		if err := m.forget(ctx, rec.ID); err != nil {
 			return err
+		}
+	}
+	return m.removeOrphans(ctx)
+}
+
+// readoptAll takes over the sandboxes that run or are suspended. One that can't be is no reason to give up the others.
+func (m *Manager) readoptAll(ctx context.Context, recs []store.Sandbox, r *Recovery) error {
+	var mu sync.Mutex // guards r
+	var jobs errgroup.Group
+	jobs.SetLimit(max(4, 2*m.limits.Launches))
+	for _, rec := range recs {
+		var readopt func(context.Context, store.Sandbox) (State, error)
+		switch State(rec.State) {
+		case StateSuspended:
+			readopt = m.readoptSuspended
+		case StateRunning:
+			readopt = m.readopt
+		default:
+			continue
+		}
+		jobs.Go(func() error {
+			state, err := readopt(ctx, rec)
+			if err != nil {
+				return err
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			switch state {
+			case StateRunning:
+				r.Adopted++
+			case StateSuspended:
+				r.Suspended++
+			default:
+				r.Lost++
+			}
+			return nil
+		})
+	}
+	return jobs.Wait()
+}
+
+// removeOrphans removes what sandboxes that were lost had been suspended to.
+func (m *Manager) removeOrphans(ctx context.Context) error {
+	m.mu.Lock()
+	var orphans []*frozen
+	for _, f := range m.byID {
+		if b := m.boxes[f.owner]; f.owner != "" && (b == nil || b.state != f) {
+			orphans = append(orphans, f)
+		}
+	}
+	m.mu.Unlock()
+	for _, f := range orphans {
+		if err := m.removeState(ctx, f); err != nil {
+			return fmt.Errorf("the state of sandbox %s: %w", f.owner, err)
 		}
 	}
 	return nil
 }
 
-// readopt takes over one sandbox or records that it was lost. An error says that neither can be done.
-func (m *Manager) readopt(ctx context.Context, rec store.Sandbox) (bool, error) {
+// readopt takes over one sandbox, and returns what has become of it: it runs, it is suspended again as it was before, or it was lost, which is
+// recorded. An error says that none of that can be done.
+func (m *Manager) readopt(ctx context.Context, rec store.Sandbox) (State, error) {
 	c, err := m.attach(ctx, rec)
 	switch {
 	case err == nil:
 		m.adopt(rec, c)
-		return true, nil
+		return StateRunning, nil
 	case ctx.Err() != nil:
-		return false, context.Cause(ctx)
+		return "", context.Cause(ctx)
 	case errors.Is(err, vmm.ErrUnavailable):
 		// Not a reason to end it: the daemon was started with another engine than before, or without what the engine needs.
-		return false, fault(err, "sandbox %s of the last run can't be taken over", rec.ID)
+		return "", fault(err, "sandbox %s of the last run can't be taken over", rec.ID)
+	}
+	if again, ok := m.fallBackTo(rec); ok {
+		m.log.Warn("the machine of a sandbox was lost: it is as it was when it was last suspended", "id", rec.ID, "suspended", again.SuspendedAt, "error", err)
+		if err := m.db.MarkSuspended(ctx, again.ID, again.StateID, again.SuspendedAt, again.Left); err != nil {
+			return "", err
+		}
+		return m.readoptSuspended(ctx, again)
 	}
 	m.log.Warn("a sandbox was lost", "id", rec.ID, "error", err)
 	m.counts.lost.Add(1)
@@ -245,7 +278,25 @@ func (m *Manager) readopt(ctx context.Context, rec store.Sandbox) (bool, error) 
 	if !errors.Is(err, vmm.ErrGone) {
 		reason += ": " + err.Error()
 	}
-	return false, m.db.EndSandbox(ctx, rec.ID, string(StateFailed), reason, time.Now())
+	return StateFailed, m.db.EndSandbox(ctx, rec.ID, string(StateFailed), reason, time.Now())
+}
+
+// fallBackTo is the record of a sandbox that ran and is lost, as one that is suspended to what it was suspended to before it ran: decision 0007.
+// It returns false when there is nothing like that, or when its time is up.
+func (m *Manager) fallBackTo(rec store.Sandbox) (store.Sandbox, bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	state := m.byID[rec.StateID]
+	if state == nil || state.owner != rec.ID || state.status != StatusReady {
+		return rec, false
+	}
+	if !rec.Deadline.IsZero() {
+		if rec.Left = time.Until(rec.Deadline); rec.Left <= 0 {
+			return rec, false
+		}
+	}
+	rec.State, rec.SuspendedAt, rec.Deadline, rec.Process = string(StateSuspended), state.createdAt, time.Time{}, vmm.Process{}
+	return rec, true
 }
 
 // attach finds the sandbox's machine again and has its agent answer.
@@ -330,18 +381,18 @@ func (m *Manager) originLocked(rec store.Sandbox) *frozen {
 	return f
 }
 
-// readoptSuspended takes over a suspended sandbox. It returns false when what it was suspended to is gone.
-func (m *Manager) readoptSuspended(ctx context.Context, rec store.Sandbox) (bool, error) {
+// readoptSuspended takes over a suspended sandbox, or records that what it was suspended to is gone.
+func (m *Manager) readoptSuspended(ctx context.Context, rec store.Sandbox) (State, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	state := m.byID[rec.StateID]
 	if state == nil {
-		return false, m.db.EndSandbox(ctx, rec.ID, string(StateFailed), reasonLost+": what it was suspended to is gone", time.Now())
+		return StateFailed, m.db.EndSandbox(ctx, rec.ID, string(StateFailed), reasonLost+": what it was suspended to is gone", time.Now())
 	}
 	b := newBox(m.originLocked(rec), rec)
 	b.state = state
 	m.boxes[b.id] = b
-	return true, nil
+	return StateSuspended, nil
 }
 
 // reap ends machines that nobody owns, and removes their directories.
