@@ -81,12 +81,15 @@ type launchPoints struct{ prepared, loaded, identified string }
 func (m *Manager) launch(ctx context.Context, f *frozen, id string, g *grant, who individual, points launchPoints) (*child, error) {
 	ctx, cancel := context.WithTimeout(ctx, m.limits.LaunchTimeout)
 	defer cancel()
+	flat := m.noOverlay.Load()
 	c, err := m.launchOnce(ctx, f, id, g, who, points)
-	if errors.Is(err, memory.ErrNotPermitted) && m.noOverlay.CompareAndSwap(false, true) {
-		m.log.Warn("layers can't be mapped on this host: chains are flattened in memory instead, which shares less", "error", err)
-		return m.launchOnce(ctx, f, id, g, who, points)
+	if flat || !errors.Is(err, memory.ErrNotPermitted) {
+		return c, err
 	}
-	return c, err
+	if !m.noOverlay.Swap(true) { // the first of those that found it out at once
+		m.log.Warn("layers can't be mapped on this host: chains are flattened in memory instead, which shares less", "error", err)
+	}
+	return m.launchOnce(ctx, f, id, g, who, points)
 }
 
 func (m *Manager) launchOnce(ctx context.Context, f *frozen, id string, g *grant, who individual, points launchPoints) (_ *child, err error) {
@@ -149,7 +152,7 @@ func (m *Manager) startMachine(ctx context.Context, c *child, f *frozen, files r
 		return err
 	}
 	if !info.Features.LayersLoaded {
-		if err := memory.Overlay(ctx, prepared.Process(), img, nil); err != nil {
+		if err := m.overlay(ctx, prepared.Process(), img, nil); err != nil {
 			return err
 		}
 	}
@@ -160,7 +163,7 @@ func (m *Manager) startMachine(ctx context.Context, c *child, f *frozen, files r
 	}
 	kill = c.machine.Kill
 	if info.Features.LayersLoaded {
-		if err := memory.Overlay(ctx, c.machine.Process(), img, nil); err != nil {
+		if err := m.overlay(ctx, c.machine.Process(), img, nil); err != nil {
 			return err
 		}
 	}

@@ -137,13 +137,13 @@ func (z *freezing) release() {
 func (m *Manager) captureFault(ctx context.Context, b *box, err error) error {
 	var known *Error
 	switch cause := context.Cause(ctx); {
+	case errors.Is(err, errStuck): // before all others: whatever it was for, nobody may be left with a machine that stands still
+		m.warn(m.finish(b, ending{state: StateFailed, reason: "it was frozen and its monitor does not let it go on", keep: true}), "end a sandbox that stands still", b.id)
+		return newError(CodeSandboxGone, err, "see `forkd logs "+b.id+"`", "sandbox %s could not be let go on after it was frozen, and was ended", b.id)
 	case errors.As(err, &known):
 		return err
 	case errors.As(cause, &known): // the sandbox ended, or the daemon is stopping
 		return known
-	case errors.Is(err, errStuck):
-		m.warn(m.finish(b, ending{state: StateFailed, reason: "it was frozen and its monitor does not let it go on", keep: true}), "end a sandbox that stands still", b.id)
-		return newError(CodeSandboxGone, err, "see `forkd logs "+b.id+"`", "sandbox %s could not be let go on after it was frozen, and was ended", b.id)
 	case errors.Is(err, vmm.ErrGone):
 		return newError(CodeSandboxGone, err, "`forkd ls` shows what lives", "sandbox %s ended while it was being frozen", b.id)
 	case errors.Is(err, errLineBusy), errors.Is(err, errSilent):

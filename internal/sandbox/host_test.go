@@ -1,8 +1,14 @@
 package sandbox
 
 import (
+	"context"
+	"fmt"
 	"strings"
+	"sync/atomic"
 	"testing"
+
+	"github.com/forkd/forkd/internal/memory"
+	"github.com/forkd/forkd/internal/vmm"
 )
 
 // TestHostWithoutLiveBranches branches where monitors can't be given a userfaultfd.
@@ -68,5 +74,38 @@ func TestHostWithoutLayers(t *testing.T) {
 	}
 	if d.cache.Resident(res.SnapshotID) || d.cache.Resident(res.SnapshotID+flatSuffix) {
 		t.Error("the flattened instant is still resident without its children")
+	}
+}
+
+// TestHostWithoutLayersIsFoundOut has several launches find out at once that nothing can be mapped over a base here.
+func TestHostWithoutLayersIsFoundOut(t *testing.T) {
+	const n = 3
+	d := newWorld(t).start(t, options{limits: Limits{Launches: n}})
+	d.snapshot(t, "base", nil)
+	src := d.fork(t, "base", 1, nil)[0]
+	d.mark(t, src.ID, "one")
+	d.branch(t, src.ID, "tip", nil)
+	var calls atomic.Int32
+	all := make(chan struct{})
+	d.overlay = func(ctx context.Context, _ vmm.Process, img *memory.Image, _ []int) error {
+		if len(img.Layers()) == 0 {
+			return nil
+		}
+		if calls.Add(1) == n {
+			close(all)
+		}
+		select {
+		case <-all:
+			return fmt.Errorf("map layers: %w", memory.ErrNotPermitted)
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+	for _, b := range d.fork(t, "tip", n, nil) {
+		d.checkMark(t, b.ID, "one")
+	}
+	d.fork(t, "tip", 1, nil)
+	if got := calls.Load(); got != n {
+		t.Errorf("layers were mapped %d times, want %d: it is known then", got, n)
 	}
 }

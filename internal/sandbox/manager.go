@@ -40,8 +40,9 @@ type Manager struct {
 	deadlines *deadlines
 	idles     *deadlines // when sandboxes that nobody uses are suspended
 	counts    counters
-	uffd      *os.File    // /dev/userfaultfd, which monitors inherit for live branches; nil where there is none
-	noOverlay atomic.Bool // layers can't be mapped here
+	uffd      *os.File                                                       // /dev/userfaultfd, which monitors inherit for live branches; nil where there is none
+	noOverlay atomic.Bool                                                    // layers can't be mapped here
+	overlay   func(context.Context, vmm.Process, *memory.Image, []int) error // memory.Overlay, but in tests
 
 	branching atomic.Int64 // requests to branch, under way or waiting
 
@@ -72,7 +73,7 @@ func New(cfg Config) (*Manager, error) {
 	m := &Manager{
 		engine: cfg.Engine, images: cfg.Images, snapshots: cfg.Snapshots, cache: cfg.Memory, db: cfg.DB,
 		cfg: cfg, limits: cfg.Limits.withDefaults(), log: cfg.Log,
-		frozen: map[string]*frozen{}, byID: map[string]*frozen{}, tombs: map[string]Snapshot{}, boxes: map[string]*box{}, stopped: make(chan struct{}),
+		overlay: memory.Overlay, frozen: map[string]*frozen{}, byID: map[string]*frozen{}, tombs: map[string]Snapshot{}, boxes: map[string]*box{}, stopped: make(chan struct{}),
 	}
 	if m.log == nil {
 		m.log = slog.New(slog.DiscardHandler)
@@ -247,12 +248,12 @@ func (m *Manager) Shutdown(ctx context.Context) error {
 	case <-drain.Done():
 		m.log.Warn("requests are still in flight: ending them")
 	}
-	var errs []error
-	if m.cfg.KillOnShutdown {
-		errs = append(errs, m.killAll("the daemon was shut down"))
-	}
 	m.endLife(errStopped)
 	<-idle
+	var errs []error
+	if m.cfg.KillOnShutdown { // not before: a request in flight may start one more
+		errs = append(errs, m.killAll("the daemon was shut down"))
+	}
 	m.background.Wait()
 	errs = append(errs, m.letGo())
 	return errors.Join(errs...)
