@@ -2,6 +2,8 @@ package snapshot
 
 import (
 	"fmt"
+	"slices"
+	"strings"
 
 	"github.com/forkd/forkd/internal/hostcpu"
 	"github.com/forkd/forkd/internal/vmm"
@@ -37,6 +39,13 @@ func Compat(m Manifest, now vmm.Info) error {
 	for _, f := range fields {
 		if f.made != f.now {
 			return &IncompatibleError{Snapshot: m.ID, Field: f.name, Made: f.made, Now: f.now, Advice: f.advice}
+		}
+	}
+	has := strings.Fields(now.CPUFeatures)
+	for feature := range strings.FieldsSeq(m.Engine.CPUFeatures) {
+		if !slices.Contains(has, feature) {
+			return &IncompatibleError{Snapshot: m.ID, Field: "CPU feature " + feature, Made: "there", Now: "missing",
+				Advice: "move it to a host whose processor has it, make snapshots that are to travel with --cpu-template, " + rebuild}
 		}
 	}
 	if made := m.Engine.TSCkHz; made != now.TSCkHz && !hostcpu.Compatible(made, now.TSCkHz) {

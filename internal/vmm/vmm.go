@@ -163,8 +163,8 @@ type PrepareConfig struct {
 	UFFD   *os.File // an open /dev/userfaultfd to inherit, or nil
 }
 
-// Info is what an engine is on this host. A snapshot's manifest keeps the one it was made with; every field but Features must
-// match for a restore.
+// Info is what an engine is on this host. A snapshot's manifest keeps the one it was made with; every field but Features and
+// CPUFeatures must match for a restore.
 type Info struct {
 	Engine   string   `json:"engine"`  // "qemu", "firecracker"
 	Version  string   `json:"version"` // of the monitor
@@ -174,6 +174,10 @@ type Info struct {
 	TSCkHz   uint64   `json:"tsc_khz"` // rate of the guest's time stamp counter
 	Binary   string   `json:"binary"`  // path, for people
 	Features Features `json:"-"`
+
+	// CPUFeatures are the features of the host's processor that the guest may have seen, in order, with spaces between them; empty where
+	// it can't have seen any. A host that a snapshot is restored on may have more.
+	CPUFeatures string `json:"cpu_features,omitempty"`
 }
 
 // Features are optional powers.
