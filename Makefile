@@ -39,8 +39,22 @@ build: agent ## build bin/forkd
 	@timeout -k 10 600 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o bin/forkd ./cmd/forkd
 
 .PHONY: test
-test: deps build ## install what is missing, then run all tests, those with real virtual machines too
+test: deps build lab-tool ## install what is missing, then run all tests, those with real virtual machines too
 	@scripts/test.sh
+
+.PHONY: lab-tool
+lab-tool: agent
+	@timeout -k 10 600 $(GO) build -trimpath -o bin/lab ./test/lab/cmd/lab
+
+# No timeout(1) before these: the terminal and its ^C are for the program, which has a limit of its own.
+export CMD
+.PHONY: lab
+lab: deps build lab-tool ## run a command in a VM with a working KVM (CMD='forkd doctor'; docs/guide/lab.md)
+	@bin/lab run --put bin/forkd -- sh -c "$${CMD:?give a command, as in: make lab CMD=\"forkd doctor\"}"
+
+.PHONY: lab-shell
+lab-shell: deps build lab-tool ## open a shell in that VM
+	@bin/lab shell --put bin/forkd
 
 .PHONY: demo
 demo: deps build ## fork a warmed Python + numpy machine and print what it cost (ARGS="--json -n 10")

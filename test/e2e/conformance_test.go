@@ -22,7 +22,7 @@ func TestQEMUConformance(t *testing.T) {
 	needVM(t)
 	img := imageForConformance(t)
 	vmmtest.Run(t, vmmtest.Harness{
-		Engine: qemu.New(qemu.Options{Accel: qemu.AccelTCG}), Shape: vmm.Shape{MemMiB: memMiB, VCPUs: 1},
+		Engine: qemu.New(qemu.Options{Accel: accel()}), Shape: vmm.Shape{MemMiB: memMiB, VCPUs: 1},
 		Kernel: img.Kernel.Path, Initramfs: img.Initramfs.Path, Rootfs: img.Rootfs.Path, Cmdline: img.Cmdline(),
 		BootTimeout: 5 * time.Minute, Timeout: 2 * time.Minute, Steps: 40,
 	})
@@ -31,6 +31,10 @@ func TestQEMUConformance(t *testing.T) {
 func imageForConformance(t *testing.T) image.Image {
 	t.Helper()
 	dir, played := os.Getenv(imageEnv), true
+	if dir == "" && os.Getenv(imagesEnv) != "" {
+		dir = os.Getenv(imagesEnv)
+		t.Setenv(imageEnv, dir)
+	}
 	if dir == "" {
 		dir, played = filepath.Join(openLab(t).data, "conformance"), false
 		t.Setenv(imageEnv, dir)

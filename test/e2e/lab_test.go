@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/forkd/forkd/client"
+	"github.com/forkd/forkd/internal/vmm/qemu"
 )
 
 // What the seed has.
@@ -53,6 +54,20 @@ type lab struct {
 	count   int // of daemons, for their names
 	shared  *process
 	running []*process
+}
+
+// Settings from the environment, for hosts where KVM works and for the KVM lab (test/lab).
+const (
+	accelEnv  = "FORKD_E2E_ACCEL"  // what machines run on; default TCG
+	imagesEnv = "FORKD_E2E_IMAGES" // a directory of images, as a daemon keeps them, to take instead of building some: there may be no network
+)
+
+// accel is what machines run on.
+func accel() string {
+	if a := os.Getenv(accelEnv); a != "" {
+		return a
+	}
+	return qemu.AccelTCG
 }
 
 // openLab returns the lab, or skips or fails the test.
@@ -263,17 +278,22 @@ func (l *lab) makeSeed() (data string, err error) {
 	if err := makeBareRoot(tree); err != nil {
 		return "", fmt.Errorf("root of the bare image: %w", err)
 	}
+	ready := os.Getenv(imagesEnv)
+	if ready != "" {
+		if err := linkTree(filepath.Join(p.data, "images"), ready); err != nil {
+			return "", fmt.Errorf("images that are ready: %w", err)
+		}
+	}
 	if err := p.start(nil, nil); err != nil {
 		return "", err
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Minute)
 	defer cancel()
 	err = func() error {
-		if _, err := p.client.BuildImage(ctx, client.ImageBuildRequest{Name: pythonImage, Packages: []string{"python3", "python3-numpy"}}, nil); err != nil {
-			return err
-		}
-		if _, err := p.client.BuildImage(ctx, client.ImageBuildRequest{Name: bareImage, Rootfs: tree}, nil); err != nil {
-			return err
+		if ready == "" {
+			if err := p.buildImages(ctx, tree); err != nil {
+				return err
+			}
 		}
 		_, err := p.client.CreateSnapshot(ctx, client.SnapshotRequest{Tag: pyTag, Image: pythonImage, MemMiB: memMiB,
 			WarmUp: []client.WarmUp{{Kind: "eval", Code: warmUp}}}, nil)
@@ -286,4 +306,13 @@ func (l *lab) makeSeed() (data string, err error) {
 		return "", fmt.Errorf("%w\n%s", err, p.logSince(0))
 	}
 	return p.data, errors.Join(os.RemoveAll(tree), os.Remove(filepath.Join(p.data, "lock")))
+}
+
+// buildImages builds the images of the seed.
+func (p *process) buildImages(ctx context.Context, bareTree string) error {
+	if _, err := p.client.BuildImage(ctx, client.ImageBuildRequest{Name: pythonImage, Packages: []string{"python3", "python3-numpy"}}, nil); err != nil {
+		return err
+	}
+	_, err := p.client.BuildImage(ctx, client.ImageBuildRequest{Name: bareImage, Rootfs: bareTree}, nil)
+	return err
 }

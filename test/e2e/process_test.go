@@ -59,7 +59,7 @@ func (p *process) start(args, env []string) error {
 		return err
 	}
 	defer log.Close()
-	cmd := exec.Command(p.lab.bin, append(append([]string{"serve"}, p.where()...), append([]string{"--listen", "", "--accel", "tcg"}, args...)...)...)
+	cmd := exec.Command(p.lab.bin, append(append([]string{"serve"}, p.where()...), append([]string{"--listen", "", "--accel", accel()}, args...)...)...)
 	cmd.Dir = dir
 	cmd.Env = append(append(os.Environ(), "NOTIFY_SOCKET="+notify, "FORKD_URL="), env...)
 	cmd.Stdout, cmd.Stderr = log, log
