@@ -47,8 +47,8 @@ func qemuRecipe() recipe {
 // rootRecipe is what runs in the lab: Debian 12 with its stock cloud kernel.
 func rootRecipe() recipe {
 	return recipe{Name: "root", Suite: "bookworm", Outputs: []string{"vmlinuz", "initrd", "root.erofs"}, Packages: []string{
-		"busybox-static", "ca-certificates", "cpio", "dbus", "e2fsprogs", "iproute2", "kmod", "less", "linux-image-cloud-amd64", "nftables", "procps",
-		"qemu-system-x86", "strace", "systemd", "systemd-sysv"}}
+		"busybox-static", "ca-certificates", "cpio", "dbus", "e2fsprogs", "erofs-utils", "iproute2", "kmod", "less", "linux-image-cloud-amd64",
+		"mmdebstrap", "nftables", "procps", "qemu-system-x86", "strace", "systemd", "systemd-sysv"}}
 }
 
 // artifacts are the files of the cache that a lab is made of.
@@ -176,6 +176,9 @@ func runRecipe(r recipe) error {
 	if err := os.Setenv("TMPDIR", r.Dir); err != nil {
 		return err
 	}
+	for i := range r.Outputs {
+		unix.CloseOnExec(3 + i) // dash, which mmdebstrap runs, knows descriptors up to 9 only
+	}
 	tree := filepath.Join(r.Dir, "tree")
 	if err := bootstrap(r, tree); err != nil {
 		return err
@@ -188,7 +191,7 @@ func runRecipe(r recipe) error {
 
 func bootstrap(r recipe, tree string) error {
 	return command("mmdebstrap", "--mode=root", "--variant=apt", "--format=directory", "--include="+strings.Join(r.Packages, ","),
-		"--dpkgopt=force-unsafe-io", "--dpkgopt=path-exclude=/usr/share/man/*", "--dpkgopt=path-exclude=/usr/share/doc/*",
+		"--dpkgopt=force-unsafe-io", "--dpkgopt=force-confold", "--dpkgopt=path-exclude=/usr/share/man/*", "--dpkgopt=path-exclude=/usr/share/doc/*",
 		"--dpkgopt=path-exclude=/usr/share/locale/*", `--aptopt=Acquire::Retries "3"`, `--aptopt=Acquire::Languages "none"`,
 		// The lab has an initramfs of its own.
 		`--essential-hook=mkdir -p "$1/etc/initramfs-tools" && echo update_initramfs=no >"$1/etc/initramfs-tools/update-initramfs.conf"`,

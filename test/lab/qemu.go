@@ -77,7 +77,6 @@ func qemuArgs(cfg config) []string {
 		"-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
 		"-kernel", "/vmlinuz", "-initrd", "/initrd", "-append", kernelArgs(cfg),
 		"-chardev", "stdio,id=console,signal=off,mux=off", "-serial", "chardev:console",
-		"-object", "rng-random,filename=/dev/urandom,id=rng", "-device", "virtio-rng-device,rng=rng",
 		"-add-fd", fmt.Sprintf("fd=%d,set=1", fdRoot), "-add-fd", fmt.Sprintf("fd=%d,set=2", fdScratch),
 		"-blockdev", "driver=file,node-name=root,filename=/dev/fdset/1,read-only=on,locking=off", "-device", "virtio-blk-device,drive=root",
 		// What is on the scratch disk is worth nothing once the lab has ended: no write waits for the host's disk.

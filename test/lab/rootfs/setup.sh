@@ -13,7 +13,7 @@ cat >/etc/systemd/system/lab.service <<'UNIT'
 [Unit]
 Description=Runs what the lab is told
 After=systemd-modules-load.service local-fs.target sysinit.target
-Requires=systemd-modules-load.service
+Wants=systemd-modules-load.service
 
 [Service]
 ExecStart=/usr/local/sbin/lab guest
