@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -9,6 +10,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/forkd/forkd/client"
 )
@@ -271,6 +274,10 @@ func linkTree(to, from string) error {
 			}
 			return os.Symlink(target, filepath.Join(to, rel))
 		}
-		return os.Link(path, filepath.Join(to, rel))
+		err = os.Link(path, filepath.Join(to, rel))
+		if errors.Is(err, unix.EXDEV) { // it is on a disk of its own, as in the KVM lab
+			err = os.Symlink(path, filepath.Join(to, rel))
+		}
+		return err
 	})
 }

@@ -52,7 +52,10 @@ func rootRecipe() recipe {
 }
 
 // artifacts are the files of the cache that a lab is made of.
-type artifacts struct{ qemu, kernel, initrd, root string }
+type artifacts struct {
+	qemu, kernel, initrd, root string
+	disk                       *os.File // with the files of Options.Disk; nil: none
+}
 
 // key identifies what a recipe makes.
 func (r recipe) key() string {
@@ -111,14 +114,35 @@ func allThere(paths []string) bool {
 	return true
 }
 
-// dropOthers removes what earlier recipes made.
-func dropOthers(cache string, keep []string) {
+// keptFor is how long what no lab was made of stays in the cache.
+const keptFor = 7 * 24 * time.Hour
+
+// dropOthers removes what other recipes made, of another version of this program, and was not used for long.
+func dropOthers(cache string, used []string) {
+	for _, path := range used {
+		_ = os.Chtimes(path, time.Now(), time.Now()) // else it is built again some day
+	}
 	found, _ := filepath.Glob(filepath.Join(cache, "????????????????-*"))
 	for _, path := range found {
-		if !strings.Contains(strings.Join(keep, "\n"), path) {
-			os.Remove(path)
+		if info, err := os.Stat(path); err == nil && time.Since(info.ModTime()) > keptFor {
+			_ = os.Remove(path)
 		}
 	}
+}
+
+// packDisk makes a read-only disk of a directory. It has no name.
+func packDisk(ctx context.Context, o Options) (*os.File, error) {
+	f, err := nameless(o.Cache)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	cmd := exec.CommandContext(ctx, "mkfs.erofs", "--quiet", "/proc/self/fd/3", o.Disk)
+	cmd.ExtraFiles = []*os.File{f}
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return nil, fmt.Errorf("mkfs.erofs: %w: %s", err, out)
+	}
+	return os.Open(fmt.Sprintf("/proc/self/fd/%d", f.Fd())) // QEMU wants a descriptor that can only be read
 }
 
 // make1 runs a recipe and publishes its outputs, which have no names before.

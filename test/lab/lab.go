@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/test/lab/guest"
 )
 
 // ErrUnavailable is part of errors that say why this host can't have a lab.
@@ -24,6 +26,7 @@ const DefaultMemMiB = 5 << 10
 type Options struct {
 	Cache  string    // directory for what is built once; may be deleted at any time
 	MemMiB int       // of a lab that is booted; 0: DefaultMemMiB
+	Disk   string    // a directory that a lab that is booted has as a read-only disk: the fast way in for what is large; see Lab.Disk
 	Log    io.Writer // gets a line for each step that takes time; nil: none
 }
 
@@ -32,6 +35,7 @@ type Lab struct {
 	socket string // its abstract address
 	owner  *owner // nil: it is another process's
 	Booted time.Duration
+	Disk   string // where the directory of Options.Disk is over there; empty: nowhere, put it there
 }
 
 // Open returns the lab that is up, or boots one, building it first if the cache has none. Whoever boots one keeps it: it ends with Close,
@@ -68,6 +72,9 @@ func Open(ctx context.Context, o Options) (*Lab, error) {
 			return nil, err
 		}
 		l.Booted = time.Since(begin)
+		if o.Disk != "" {
+			l.Disk = guest.DiskDir
+		}
 		return l, nil
 	}
 }

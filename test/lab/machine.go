@@ -40,6 +40,7 @@ type config struct {
 	TSCkHz uint64
 	Clock  int64 // Unix time in µs
 	Ports  int
+	Disk   int // descriptor of the disk with files; 0: none
 }
 
 // Descriptors that the process that turns into QEMU inherits, from 3 on; the ports follow.
@@ -50,11 +51,12 @@ const (
 	fdAgent // this program, for the guest
 	fdRoot
 	fdScratch
+	fdMail
 	fdPorts
 )
 
 // startMachine starts QEMU. It ends with ctx, and with this process.
-func startMachine(ctx context.Context, o Options, files artifacts) (_ *machine, _ []net.Conn, err error) {
+func startMachine(ctx context.Context, o Options, files artifacts, mail *os.File) (_ *machine, _ []net.Conn, err error) {
 	khz, err := hostcpu.TSCkHz()
 	if err != nil {
 		return nil, nil, err
@@ -90,6 +92,11 @@ func startMachine(ctx context.Context, o Options, files artifacts) (_ *machine, 
 	if err := disk.Truncate(scratchBytes); err != nil {
 		return nil, nil, fmt.Errorf("scratch disk: %w", err)
 	}
+	read, err := os.Open(fmt.Sprintf("/proc/self/fd/%d", mail.Fd())) // QEMU wants a descriptor that can only be read
+	if err != nil {
+		return nil, nil, fmt.Errorf("mailbox: %w", err)
+	}
+	inherit = append(inherit, read)
 	for range ports {
 		ours, theirs, err := socketPair()
 		if err != nil {
@@ -97,9 +104,17 @@ func startMachine(ctx context.Context, o Options, files artifacts) (_ *machine, 
 		}
 		conns, inherit = append(conns, ours), append(inherit, theirs)
 	}
+	cfg := config{Dir: o.Cache, MemMiB: o.MemMiB, TSCkHz: khz, Clock: time.Now().UnixMicro(), Ports: ports}
+	if files.disk != nil {
+		cfg.Disk = fdQEMU + len(inherit)
+		copied, err := os.Open(fmt.Sprintf("/proc/self/fd/%d", files.disk.Fd()))
+		if err != nil {
+			return nil, nil, err
+		}
+		inherit = append(inherit, copied)
+	}
 	m := &machine{done: make(chan struct{})}
 	m.console.limit = consoleBytes
-	cfg := config{Dir: o.Cache, MemMiB: o.MemMiB, TSCkHz: khz, Clock: time.Now().UnixMicro(), Ports: ports}
 	m.cmd = again(ctx, roleQEMU, cfg, inherit)
 	m.cmd.Stdout, m.cmd.Stderr = &m.console, &m.console
 	if err := m.start(); err != nil {

@@ -39,6 +39,31 @@ type owner struct {
 type port struct {
 	conn net.Conn
 	in   *bufio.Reader
+	mail mailbox
+}
+
+// mailbox is a port's part of the mailbox disk.
+type mailbox struct {
+	disk  *os.File // nil: there is none
+	start int64    // of the part
+	next  int64    // to be written, from start
+}
+
+// send sends a client's frame to the guest. Only one goroutine sends at a time.
+func (p *port) send(f wire.Frame) error {
+	if f.Kind != wire.Stdin || len(f.Payload) < wire.MailFrom || p.mail.disk == nil {
+		return wire.Write(p.conn, f.Kind, f.Payload)
+	}
+	n := int64(len(f.Payload))
+	if p.mail.next+n > wire.MailRegion {
+		p.mail.next = 0
+	}
+	place := wire.Place{Offset: p.mail.start + p.mail.next, Length: len(f.Payload)}
+	if _, err := p.mail.disk.WriteAt(f.Payload, place.Offset); err != nil {
+		return fmt.Errorf("mailbox: %w", err)
+	}
+	p.mail.next += (n + wire.MailAlign - 1) / wire.MailAlign * wire.MailAlign
+	return wire.WriteJSON(p.conn, wire.Fetch, place)
 }
 
 // boot builds what is missing, starts QEMU and returns when the lab has run a first command. On an error nothing is left but ln.
@@ -54,12 +79,22 @@ func boot(ctx context.Context, o Options, ln *net.UnixListener) (_ *owner, err e
 	w.ctx, w.cancel = context.WithCancelCause(ctx)
 	begin := time.Now()
 	var conns []net.Conn
-	if w.vm, conns, err = startMachine(w.ctx, o, files); err != nil {
-		w.cancel(err)
-		return nil, fmt.Errorf("start the lab: %w", err)
+	mail, err := newMail()
+	if err != nil {
+		return nil, err
 	}
-	for _, c := range conns {
-		w.ports <- &port{conn: c, in: bufio.NewReaderSize(c, 2*wire.MaxPayload)}
+	if o.Disk != "" {
+		if files.disk, err = packDisk(ctx, o); err != nil {
+			return nil, errors.Join(fmt.Errorf("disk for the lab: %w", err), mail.Close())
+		}
+		defer files.disk.Close()
+	}
+	if w.vm, conns, err = startMachine(w.ctx, o, files, mail); err != nil {
+		w.cancel(err)
+		return nil, errors.Join(fmt.Errorf("start the lab: %w", err), mail.Close())
+	}
+	for i, c := range conns {
+		w.ports <- &port{conn: c, in: bufio.NewReaderSize(c, 2*wire.MaxPayload), mail: mailbox{disk: mail, start: int64(i) * wire.MailRegion}}
 	}
 	go func() {
 		<-w.vm.done
@@ -141,7 +176,7 @@ func (w *owner) relay(p *port, c net.Conn, start wire.Frame) error {
 				left <- wire.Write(p.conn, wire.Kill, nil)
 				return
 			}
-			if err := wire.Write(p.conn, f.Kind, f.Payload); err != nil {
+			if err := p.send(f); err != nil {
 				left <- err
 				return
 			}
@@ -203,6 +238,19 @@ func (w *owner) end() error {
 	w.accepting.Wait()
 	w.sessions.Wait()
 	return err
+}
+
+// newMail makes the mailbox disk: memory that the lab sees as a disk.
+func newMail() (*os.File, error) {
+	fd, err := unix.MemfdCreate("lab-mail", unix.MFD_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("mailbox: %w", err)
+	}
+	f := os.NewFile(uintptr(fd), "mail")
+	if err := f.Truncate(ports * wire.MailRegion); err != nil {
+		return nil, errors.Join(fmt.Errorf("mailbox: %w", err), f.Close())
+	}
+	return f, nil
 }
 
 // socketPair makes a connection: ours, and the end for QEMU to inherit.

@@ -171,7 +171,7 @@ func (l *Lab) Put(ctx context.Context, src, dst string) error {
 		return fmt.Errorf("copy to the lab: %w", err)
 	}
 	var said bytes.Buffer
-	code, err := l.Run(ctx, Command{Args: []string{"sh", "-c", unpack, mark, key, dst}, Stdin: out, Stderr: &said})
+	code, err := l.Run(ctx, Command{Args: []string{"sh", "-c", unpack, mark, key, dst}, Stdin: full{out}, Stderr: &said})
 	if err == nil && code != 0 {
 		err = fmt.Errorf("exit code %d: %s", code, said.String())
 	}
@@ -185,6 +185,17 @@ func (l *Lab) Put(ctx context.Context, src, dst string) error {
 		return fmt.Errorf("copy %s to the lab: %w", src, err)
 	}
 	return nil
+}
+
+// full reads as much as there is room for: a frame costs more than its bytes.
+type full struct{ r io.Reader }
+
+func (f full) Read(p []byte) (int, error) {
+	n, err := io.ReadFull(f.r, p)
+	if errors.Is(err, io.ErrUnexpectedEOF) {
+		err = io.EOF
+	}
+	return n, err
 }
 
 // fingerprint tells whether a file or a tree has changed, by names, sizes and times.

@@ -20,6 +20,9 @@ import (
 	"github.com/forkd/forkd/test/lab/wire"
 )
 
+// queued is how many frames of input can wait for a command to read them.
+const queued = 64 << 10
+
 // killLimit is how long the processes of a group may take to be gone after they were killed.
 const killLimit = 10 * time.Second
 
@@ -34,7 +37,7 @@ type command struct {
 	s     *server
 	cmd   *exec.Cmd
 	group string
-	input chan []byte // closed: there is no more
+	input chan wire.Frame // closed: there is no more
 	ended chan struct{}
 	code  int
 }
@@ -45,7 +48,7 @@ func (s *server) run(ctx context.Context, request []byte, frames <-chan wire.Fra
 	if err := json.Unmarshal(request, &req); err != nil || len(req.Args) == 0 {
 		return wire.Result{Code: 126, Error: fmt.Sprintf("the request can't be read: %v", err)}
 	}
-	c := &command{s: s, group: group, input: make(chan []byte, wire.Window/16), ended: make(chan struct{})}
+	c := &command{s: s, group: group, input: make(chan wire.Frame, queued), ended: make(chan struct{})}
 	if err := c.start(req); err != nil {
 		return wire.Result{Code: 127, Error: err.Error()}
 	}
@@ -54,9 +57,9 @@ func (s *server) run(ctx context.Context, request []byte, frames <-chan wire.Fra
 		select {
 		case f := <-frames:
 			switch {
-			case f.Kind == wire.Stdin && open:
+			case (f.Kind == wire.Stdin || f.Kind == wire.Fetch) && open:
 				select {
-				case c.input <- f.Payload:
+				case c.input <- f:
 				case <-c.ended:
 				}
 			case f.Kind == wire.StdinEnd && open:
@@ -106,6 +109,7 @@ func (c *command) start(req wire.Request) (err error) {
 			ours[i], pipes[0] = w, r
 		}
 	}
+	_, _ = unix.FcntlInt(ours[0].Fd(), unix.F_SETPIPE_SZ, 1<<20) // fewer switches between writer and reader
 	if c.cmd, err = build(req); err != nil {
 		return err
 	}
@@ -139,14 +143,41 @@ func build(req wire.Request) (*exec.Cmd, error) {
 	return cmd, nil
 }
 
+// outputPiece is what a virtio port takes at a time.
+const outputPiece = 32 << 10
+
+// content is the input that a frame holds or that the mailbox disk holds for it. It is valid until the next call.
+func (s *server) content(f wire.Frame) ([]byte, error) {
+	if f.Kind != wire.Fetch {
+		return f.Payload, nil
+	}
+	var at wire.Place
+	if err := json.Unmarshal(f.Payload, &at); err != nil {
+		return nil, fmt.Errorf("place in the mailbox: %w", err)
+	}
+	if at.Length > len(s.buf) {
+		return nil, fmt.Errorf("%d bytes in the mailbox: the limit is %d", at.Length, len(s.buf))
+	}
+	if _, err := s.mail.ReadAt(s.buf[:(at.Length+wire.MailAlign-1)/wire.MailAlign*wire.MailAlign], at.Offset); err != nil {
+		return nil, fmt.Errorf("mailbox: %w", err)
+	}
+	return s.buf[:at.Length], nil
+}
+
 // feed writes the input until there is no more or the command has ended.
 func (c *command) feed(w *os.File) {
 	defer w.Close()
 	broken := false
 	for {
 		select {
-		case b, more := <-c.input:
+		case f, more := <-c.input:
 			if !more {
+				return
+			}
+			b, err := c.s.content(f)
+			if err != nil {
+				fmt.Fprintln(os.Stderr, "input:", err)
+				c.kill()
 				return
 			}
 			if !broken {
@@ -188,7 +219,7 @@ func (c *command) wait(stdout, stderr *os.File) {
 
 func (c *command) forward(kind wire.Kind, r *os.File) {
 	defer r.Close()
-	buf := make([]byte, wire.MaxPayload)
+	buf := make([]byte, outputPiece)
 	for {
 		n, err := r.Read(buf)
 		if n > 0 && c.s.send(kind, buf[:n]) != nil {

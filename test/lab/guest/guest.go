@@ -14,6 +14,8 @@ import (
 	"strings"
 	"sync"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/forkd/forkd/test/lab/wire"
 )
 
@@ -22,14 +24,17 @@ const (
 	PortPrefix = "lab."      // begins the names of the ports commands come over
 	WorkDir    = "/work"     // on the scratch disk
 	scratch    = "/dev/vdb"  // empty at each boot
+	mail       = "/dev/vdc"  // what the host writes is read there
+	given      = "/dev/vdd"  // files that the host gave at boot; may be missing
 	BinDir     = "/work/bin" // first in the PATH
+	DiskDir    = "/mnt"      // where those files are
 )
 
 const cgroups = "/sys/fs/cgroup"
 
 // Run serves until ctx ends or the last port is closed.
 func Run(ctx context.Context) error {
-	if err := mountScratch(ctx); err != nil {
+	if err := errors.Join(mountScratch(ctx), mountDisk(ctx)); err != nil {
 		return err
 	}
 	group, err := ownGroup()
@@ -40,9 +45,19 @@ func Run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	// Past the page cache, which would return what was there before.
+	box, err := os.OpenFile(mail, os.O_RDONLY|unix.O_DIRECT, 0)
+	if err != nil {
+		return fmt.Errorf("mailbox: %w", err)
+	}
+	defer box.Close()
 	var wg sync.WaitGroup
 	for i, f := range ports {
-		s := &server{port: f, group: filepath.Join(group, fmt.Sprintf("port%d", i))}
+		buf, err := unix.Mmap(-1, 0, wire.MaxPayload, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
+		if err != nil {
+			return fmt.Errorf("buffer for the mailbox: %w", err)
+		}
+		s := &server{port: f, mail: box, buf: buf, group: filepath.Join(group, fmt.Sprintf("port%d", i))}
 		wg.Go(func() { s.serve(ctx) })
 	}
 	wg.Wait()
@@ -59,6 +74,17 @@ func mountScratch(ctx context.Context) error {
 		if out, err := exec.CommandContext(ctx, args[0], args[1:]...).CombinedOutput(); err != nil {
 			return fmt.Errorf("scratch disk: %s: %w: %s", args[0], err, out)
 		}
+	}
+	return nil
+}
+
+// mountDisk mounts the disk with files that the host gave, if there is one.
+func mountDisk(ctx context.Context) error {
+	if _, err := os.Stat(given); err != nil {
+		return nil
+	}
+	if out, err := exec.CommandContext(ctx, "mount", "-t", "erofs", "-o", "ro", given, DiskDir).CombinedOutput(); err != nil {
+		return fmt.Errorf("disk with files: %w: %s", err, out)
 	}
 	return nil
 }
@@ -126,6 +152,8 @@ func openPorts() ([]*os.File, error) {
 // server runs the commands of one port, one after the other.
 type server struct {
 	port  *os.File
+	mail  *os.File
+	buf   []byte // for reads of mail; of its own pages, as direct reads want it
 	group string // the commands' control groups are named after this
 
 	mu sync.Mutex // of writing to the port

@@ -31,6 +31,9 @@ mkdir -p /etc/systemd/system/local-fs.target.wants
 ln -sf ../tmp.mount /etc/systemd/system/local-fs.target.wants/tmp.mount
 for unit in serial-getty@.service getty@.service getty.target apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer e2scrub_all.timer \
   e2scrub_reap.service systemd-timesyncd.service fstrim.timer nftables.service systemd-firstboot.service systemd-hwdb-update.service \
+  modprobe@.service systemd-logind.service systemd-binfmt.service systemd-sysusers.service systemd-random-seed.service systemd-update-utmp.service \
+  dev-hugepages.mount dev-mqueue.mount sys-kernel-debug.mount sys-kernel-tracing.mount systemd-user-sessions.service systemd-pcrphase.service \
+  systemd-journal-flush.service systemd-journal-catalog-update.service systemd-boot-update.service proc-sys-fs-binfmt_misc.automount \
   systemd-udevd.service systemd-udev-trigger.service systemd-udevd-kernel.socket systemd-udevd-control.socket ldconfig.service; do
   ln -sf /dev/null "/etc/systemd/system/$unit"
 done

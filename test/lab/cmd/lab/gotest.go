@@ -53,7 +53,7 @@ func (g *goTestCmd) Run(ctx context.Context, c *cli) error {
 	if where == "host" {
 		return g.onHost(ctx, name, binary, images, flags)
 	}
-	err = c.with(ctx, func(l *lab.Lab) error { return g.inLab(ctx, l, name, binary, images, flags) })
+	err = c.with(ctx, images, func(l *lab.Lab) error { return g.inLab(ctx, l, name, binary, images, flags) })
 	if errors.Is(err, lab.ErrUnavailable) {
 		return printSkip(name, err)
 	}
@@ -130,8 +130,12 @@ func (g *goTestCmd) onHost(ctx context.Context, name, binary, images string, fla
 }
 
 func (g *goTestCmd) inLab(ctx context.Context, l *lab.Lab, name, binary, images string, flags []string) error {
-	const dir = guest.WorkDir + "/images"
-	files := append([]string{"bin/forkd", binary, images + ":" + dir}, g.Put...)
+	files := append([]string{"bin/forkd", binary}, g.Put...)
+	dir := l.Disk
+	if dir == "" {
+		dir = guest.WorkDir + "/images"
+		files = append(files, images+":"+dir)
+	}
 	if err := put(ctx, l, files); err != nil {
 		return err
 	}

@@ -110,14 +110,9 @@ func watchParent(ctx context.Context, parent int, orphaned context.CancelCauseFu
 	}
 }
 
-// open opens the lab.
-func (c *cli) open(ctx context.Context) (*lab.Lab, error) {
-	return lab.Open(ctx, lab.Options{Cache: c.Cache, MemMiB: c.Mem, Log: os.Stderr})
-}
-
-// with opens the lab, does something in it, and closes it.
-func (c *cli) with(ctx context.Context, do func(*lab.Lab) error) error {
-	l, err := c.open(ctx)
+// with opens the lab, does something in it, and closes it. disk is a directory for Options.Disk.
+func (c *cli) with(ctx context.Context, disk string, do func(*lab.Lab) error) error {
+	l, err := lab.Open(ctx, lab.Options{Cache: c.Cache, MemMiB: c.Mem, Disk: disk, Log: os.Stderr})
 	if err != nil {
 		return err
 	}

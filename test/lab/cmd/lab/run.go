@@ -18,7 +18,7 @@ type buildCmd struct{}
 
 // Run builds and boots.
 func (*buildCmd) Run(ctx context.Context, c *cli) error {
-	return c.with(ctx, func(*lab.Lab) error { return nil })
+	return c.with(ctx, "", func(*lab.Lab) error { return nil })
 }
 
 type runCmd struct {
@@ -31,7 +31,7 @@ type runCmd struct {
 
 // Run runs the command. Its exit code is ours.
 func (r *runCmd) Run(ctx context.Context, c *cli) error {
-	return c.with(ctx, func(l *lab.Lab) error {
+	return c.with(ctx, "", func(l *lab.Lab) error {
 		if err := put(ctx, l, r.Put); err != nil {
 			return err
 		}
@@ -86,7 +86,7 @@ type shellCmd struct {
 
 // Run opens a shell. script(1) gives it a terminal over there.
 func (s *shellCmd) Run(ctx context.Context, c *cli) error {
-	return c.with(ctx, func(l *lab.Lab) error {
+	return c.with(ctx, "", func(l *lab.Lab) error {
 		if err := put(ctx, l, s.Put); err != nil {
 			return err
 		}
