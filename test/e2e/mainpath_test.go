@@ -15,8 +15,17 @@ import (
 // TestMainPath goes the way that a user goes, on the command line: from the doctor over an image, a snapshot and 20 forks, through a crash
 // of the daemon, branches, a suspend and a pack, to a second daemon that takes the pack in.
 func TestMainPath(t *testing.T) {
-	d := ownDaemon(t, setup{})
+	ready := os.Getenv(imagesEnv)
+	d := ownDaemon(t, setup{empty: true, prepare: func(data string) error {
+		if ready == "" {
+			return nil
+		}
+		return linkTree(filepath.Join(data, "images"), ready)
+	}})
 	d.checkDoctor()
+	if ready == "" {
+		d.must("image", "build", pythonImage, "--packages", "python3,python3-numpy", "-q")
+	}
 	wantWords(t, "image ls", d.must("image", "ls"), pythonImage)
 	d.must("snapshot", "--tag", "main", "--image", pythonImage, "--mem-mib", fmt.Sprint(memMiB), "--warm-up", "echo warm >/root/warm",
 		"--warm-up-eval", "import numpy; base = 40", "-q")

@@ -178,7 +178,8 @@ func (l *Lab) Put(ctx context.Context, src, dst string) error {
 	if err != nil {
 		_ = tar.Process.Kill()
 	}
-	if werr := tar.Wait(); err == nil && werr != nil {
+	// 1: something changed meanwhile, a link to a file perhaps (tar(1), "RETURN VALUE").
+	if werr := tar.Wait(); err == nil && werr != nil && tar.ProcessState.ExitCode() != 1 {
 		err = fmt.Errorf("tar: %w: %s", werr, complaint.String())
 	}
 	if err != nil {

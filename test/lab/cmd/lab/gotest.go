@@ -25,9 +25,10 @@ type goTestCmd struct {
 	Where string   `enum:"auto,host,lab" default:"auto" help:"Where to run: ${enum}."`
 	Env   []string `short:"e" placeholder:"K=V" help:"A variable for the tests."`
 	Put   []string `placeholder:"FILE[:PATH]" help:"Copy a file or a directory in first; ignored on the host."`
-	Pkg   string   `arg:"" help:"The package, as ./test/e2e."`
-	Flags []string `arg:"" optional:"" passthrough:"" help:"Flags for the test binary, such as -test.run=X."`
+	Args  []string `arg:"" passthrough:"" help:"The package, as ./test/e2e, and flags for its test binary, such as -test.run=X."`
 }
+
+func (g *goTestCmd) pkg() string { return g.Args[0] }
 
 // Run runs the tests.
 func (g *goTestCmd) Run(ctx context.Context, c *cli) error {
@@ -48,8 +49,8 @@ func (g *goTestCmd) Run(ctx context.Context, c *cli) error {
 	if err != nil {
 		return err
 	}
-	flags := append([]string{"-test.v=test2json"}, g.Flags...)
-	name := path.Base(g.Pkg) + " (" + where + ", KVM)"
+	flags := append([]string{"-test.v=test2json"}, g.Args[1:]...)
+	name := path.Base(g.pkg()) + " (" + where + ", KVM)"
 	if where == "host" {
 		return g.onHost(ctx, name, binary, images, flags)
 	}
@@ -74,15 +75,15 @@ func hostServes(ctx context.Context) error {
 
 // compile makes the test binary.
 func (g *goTestCmd) compile(ctx context.Context) (string, error) {
-	binary, err := filepath.Abs(filepath.Join("bin", path.Base(g.Pkg)+".test"))
+	binary, err := filepath.Abs(filepath.Join("bin", path.Base(g.pkg())+".test"))
 	if err != nil {
 		return "", err
 	}
-	cmd := exec.CommandContext(ctx, "go", "test", "-c", "-o", binary, g.Pkg)
+	cmd := exec.CommandContext(ctx, "go", "test", "-c", "-o", binary, g.pkg())
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 	cmd.Stdout, cmd.Stderr = os.Stderr, os.Stderr
 	if err := cmd.Run(); err != nil {
-		return "", fmt.Errorf("compile the tests of %s: %w", g.Pkg, err)
+		return "", fmt.Errorf("compile the tests of %s: %w", g.pkg(), err)
 	}
 	return binary, nil
 }
@@ -116,7 +117,7 @@ func (g *goTestCmd) onHost(ctx context.Context, name, binary, images string, fla
 	}
 	cmd := exec.CommandContext(ctx, binary, flags...)
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
-	cmd.Dir = g.Pkg
+	cmd.Dir = g.pkg()
 	cmd.Env = append(os.Environ(), g.env(images, forkd, os.Getenv("FORKD_CACHE"))...)
 	return asEvents(ctx, name, func(out io.Writer) (int, error) {
 		cmd.Stdout, cmd.Stderr = out, os.Stderr
