@@ -70,5 +70,5 @@ func limitFor(ctx context.Context, binary string) time.Duration {
 	cmd.WaitDelay = time.Second
 	_ = cmd.Run() // that it does not run is found out by the test itself
 	const times = 10
-	return min(max(probeguest.SelfTestLimit, (times * time.Since(begin)).Round(time.Second)), maxTestLimit)
+	return min(max(probeguest.SelfTestLimit, (times*time.Since(begin)).Round(time.Second)), maxTestLimit)
 }

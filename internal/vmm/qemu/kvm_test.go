@@ -5,7 +5,6 @@ import (
 	"strings"
 	"testing"
 	"time"
-
 )
 
 func TestSelfTestPassesUnderEmulation(t *testing.T) {
