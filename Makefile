@@ -39,7 +39,7 @@ build: agent ## build bin/forkd
 	@timeout -k 10 600 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o bin/forkd ./cmd/forkd
 
 .PHONY: test
-test: deps build lab-tool ## install what is missing, then run all tests, those with real virtual machines too
+test: deps build ## install what is missing, then run all tests, those with real virtual machines too
 	@scripts/test.sh
 
 .PHONY: lab-tool

@@ -18,11 +18,4 @@ if [[ $FORKD_VM_TESTS == 1 && ${#slow[@]} -gt 0 ]]; then
   echo "with real machines:"
   timeout -k 30 3000 go test -json -p 1 -timeout 45m "${slow[@]}" | go run ./scripts/testsum || status=1
 fi
-# What this host's own KVM or cgroups can't do runs in the lab.
-if [[ $FORKD_VM_TESTS == 1 ]]; then
-  echo
-  echo "with KVM:"
-  timeout -k 30 900 bin/lab --limit 14m gotest -e FORKD_BRANCHES=1 ./test/e2e -test.timeout=12m \
-    -test.run='^(TestQEMUConformance|TestMainPath)$' | go run ./scripts/testsum || status=1
-fi
 exit "$status"
