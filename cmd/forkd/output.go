@@ -5,9 +5,11 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"strconv"
 	"strings"
 	"text/tabwriter"
 	"time"
+	"unicode"
 
 	"golang.org/x/sys/unix"
 
@@ -30,9 +32,31 @@ func (p *program) table(heading []string, rows [][]string) error {
 	w := tabwriter.NewWriter(p.stdout, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(w, strings.Join(heading, "\t"))
 	for _, row := range rows {
-		fmt.Fprintln(w, strings.Join(row, "\t"))
+		cells := make([]string, len(row))
+		for i, cell := range row {
+			cells[i] = printable(cell)
+		}
+		fmt.Fprintln(w, strings.Join(cells, "\t"))
 	}
 	return w.Flush()
+}
+
+// printable shows what others chose (metadata, names, errors of guests) so that it can't steer a terminal, nor pass for a line or a column of ours.
+func printable(s string) string {
+	if strings.IndexFunc(s, func(r rune) bool { return !unicode.IsPrint(r) }) < 0 {
+		return s
+	}
+	quoted := strconv.Quote(s)
+	return quoted[1 : len(quoted)-1]
+}
+
+// printableLines is printable for texts that may have several lines.
+func printableLines(s string) string {
+	lines := strings.Split(s, "\n")
+	for i, line := range lines {
+		lines[i] = printable(strings.ReplaceAll(line, "\t", "    "))
+	}
+	return strings.Join(lines, "\n")
 }
 
 // facts prints one thing, a line for each of its properties.
@@ -40,7 +64,7 @@ func (p *program) facts(rows [][2]string) error {
 	w := tabwriter.NewWriter(p.stdout, 0, 0, 2, ' ', 0)
 	for _, row := range rows {
 		if row[1] != "" {
-			fmt.Fprintf(w, "%s\t%s\n", row[0], row[1])
+			fmt.Fprintf(w, "%s\t%s\n", row[0], printable(row[1]))
 		}
 	}
 	return w.Flush()
@@ -59,7 +83,7 @@ func (p *program) lines(words []string) error {
 // say tells people on stderr what went on.
 func (p *program) say(format string, args ...any) {
 	if !p.cli.JSON {
-		fmt.Fprintf(p.stderr, format+"\n", args...)
+		fmt.Fprintln(p.stderr, printableLines(fmt.Sprintf(format, args...)))
 	}
 }
 

@@ -69,3 +69,26 @@ func TestDefaultDirectories(t *testing.T) {
 		t.Errorf("directories = %q %q %q, want absolute ones, and those that were given", f.Data, f.RunDir, f.Cache)
 	}
 }
+
+func TestPrintable(t *testing.T) {
+	tests := map[string]struct{ text, cell, lines string }{
+		"plain":      {"zoë 3 × └─ x", "zoë 3 × └─ x", "zoë 3 × └─ x"},
+		"escape":     {"\x1b]0;pwned\a", `\x1b]0;pwned\a`, `\x1b]0;pwned\a`},
+		"line":       {"a\npid  1", `a\npid  1`, "a\npid  1"},
+		"column":     {"a\tb", `a\tb`, "a    b"},
+		"return":     {"a\rb", `a\rb`, `a\rb`},
+		"override":   {"a\u202eb", `a\u202eb`, `a\u202eb`},
+		"not UTF-8":  {"a\xff\x1bb", `a\xff\x1bb`, `a\xff\x1bb`},
+		"with quote": {"a\"\x00", `a\"\x00`, `a\"\x00`},
+	}
+	for name, tt := range tests {
+		t.Run(name, func(t *testing.T) {
+			if got := printable(tt.text); got != tt.cell {
+				t.Errorf("printable(%q) = %q, want %q", tt.text, got, tt.cell)
+			}
+			if got := printableLines(tt.text); got != tt.lines {
+				t.Errorf("printableLines(%q) = %q, want %q", tt.text, got, tt.lines)
+			}
+		})
+	}
+}

@@ -69,6 +69,7 @@ type cli struct {
 	Doctor     doctorCmd     `cmd:"" group:"daemon" help:"Find out whether this machine can run forkd, and what mends it."`
 	Version    versionCmd    `cmd:"" group:"daemon" help:"Show the versions of this program and of the daemon."`
 	Events     eventsCmd     `cmd:"" group:"daemon" help:"Show what changes, as it changes."`
+	Audit      auditCmd      `cmd:"" group:"daemon" help:"Work with the record of requests."`
 	Cleanup    cleanupCmd    `cmd:"" group:"daemon" help:"Remove what a dead daemon left."`
 	Demo       demoCmd       `cmd:"" group:"daemon" help:"Show what forkd does, from an image to forks, with a daemon of its own."`
 	Bench      benchCmd      `cmd:"" group:"daemon" help:"Measure forks of a snapshot."`
@@ -175,9 +176,9 @@ func (p *program) fail(err error) int {
 		fmt.Fprintf(p.stderr, "%s\n", data)
 		return code
 	}
-	fmt.Fprintf(p.stderr, "forkd: %s\n", shown.Error)
+	fmt.Fprintf(p.stderr, "forkd: %s\n", printableLines(shown.Error))
 	if shown.Hint != "" {
-		fmt.Fprintf(p.stderr, "hint: %s\n", shown.Hint)
+		fmt.Fprintf(p.stderr, "hint: %s\n", printableLines(shown.Hint))
 	}
 	return code
 }

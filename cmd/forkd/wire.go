@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/forkd/forkd/client"
+	"github.com/forkd/forkd/internal/audit"
 	"github.com/forkd/forkd/internal/failpoint"
 	"github.com/forkd/forkd/internal/image"
 	"github.com/forkd/forkd/internal/image/agentbin"
@@ -62,6 +63,9 @@ const (
 	engineQEMU        = "qemu"
 	engineFirecracker = "firecracker"
 )
+
+// auditDir is the record of requests, below the data directory.
+const auditDir = "audit"
 
 // daemonFlags say where a daemon keeps things and what it may use.
 type daemonFlags struct {
@@ -120,6 +124,7 @@ type daemon struct {
 	manager *sandbox.Manager
 	packs   *transfer.Service
 	events  *server.Events
+	audit   *audit.Log
 	closers []func() error // in the order of opening
 }
 
@@ -150,6 +155,10 @@ func (p *program) openDaemon(f *daemonFlags, log *slog.Logger, killAll bool) (_ 
 	}
 	d.engine = p.parts.engine(f, log.With("part", "engine"))
 	d.events = server.NewEvents()
+	if d.audit, err = audit.Open(filepath.Join(f.Data, auditDir), audit.Options{}); err != nil {
+		return nil, err
+	}
+	d.closers = append(d.closers, d.audit.Close)
 	d.manager, err = sandbox.New(sandbox.Config{
 		Engine: d.engine, Images: st.images, Snapshots: st.snapshots, Memory: memory.NewCache(residentBudget(f)), DB: st.db, RunDir: f.RunDir,
 		Limits: sandbox.Limits{Launches: f.MaxLaunches, MaxBranches: f.MaxBranches, MemoryBudget: f.MemoryBudgetMiB << 20},

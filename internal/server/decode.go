@@ -14,6 +14,7 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"github.com/forkd/forkd/internal/audit"
 	"github.com/forkd/forkd/internal/sandbox"
 )
 
@@ -71,6 +72,7 @@ func readBody(w http.ResponseWriter, r *http.Request, limit int64) ([]byte, erro
 		_, _ = io.CopyN(io.Discard, r.Body, drainLimit)
 		return nil, tooLarge
 	}
+	noteOf(r.Context()).params = audit.Redact(body)
 	return body, nil
 }
 

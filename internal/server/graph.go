@@ -116,6 +116,7 @@ func (s *Server) forkRunning(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	report, first := forkReport(res.Results)
+	noteSandboxes(r.Context(), report.Sandboxes)
 	var whole any
 	if body.Report {
 		whole = api.ForkRunningReport{Sandboxes: report.Sandboxes, Errors: report.Errors, PauseMS: millis(res.Pause), SnapshotID: res.SnapshotID, Tag: orNull(res.Tag)}

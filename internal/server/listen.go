@@ -95,6 +95,7 @@ func (s *Server) Serve(ctx context.Context, unixListener, tcpListener net.Listen
 			IdleTimeout:       2 * time.Minute,
 			MaxHeaderBytes:    64 << 10,
 			BaseContext:       func(net.Listener) context.Context { return s.life },
+			ConnContext:       withPeer,
 			ErrorLog:          slog.NewLogLogger(s.Log.Handler(), slog.LevelWarn),
 		}
 		servers = append(servers, srv)

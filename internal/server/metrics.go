@@ -21,6 +21,7 @@ type metrics struct {
 	requests *prometheus.CounterVec
 	duration *prometheus.HistogramVec
 	ready    *prometheus.HistogramVec
+	unkept   prometheus.Counter
 }
 
 func newMetrics(stats func() sandbox.Stats) *metrics {
@@ -32,8 +33,9 @@ func newMetrics(stats func() sandbox.Stats) *metrics {
 		ready: prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "forkd_sandbox_ready_seconds",
 			Help: "From a fork's turn to the child's acknowledged identity, by path (cold, claim).", Buckets: latencyBuckets}, []string{"path"}),
 	}
+	m.unkept = prometheus.NewCounter(prometheus.CounterOpts{Name: "forkd_audit_failures_total", Help: "Requests that could not be written to the audit record."})
 	registry := prometheus.NewRegistry()
-	registry.MustRegister(m.requests, m.duration, m.ready, &statsCollector{stats: stats},
+	registry.MustRegister(m.requests, m.duration, m.ready, m.unkept, &statsCollector{stats: stats},
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	m.handler = promhttp.HandlerFor(registry, promhttp.HandlerOpts{})
 	return m

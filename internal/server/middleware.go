@@ -6,6 +6,7 @@ import (
 	"crypto/sha256"
 	"crypto/subtle"
 	"encoding/hex"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -28,6 +29,9 @@ type note struct {
 	id    string
 	route string
 	err   error
+
+	params  json.RawMessage // for the audit record
+	targets []string        // what the request was about, or made
 
 	draining context.Context // ends when the daemon is told to stop
 }
@@ -126,6 +130,7 @@ func (s *Server) observe(next http.Handler) http.Handler {
 			took := time.Since(start)
 			s.metrics.request(n.route, r.Method, rec.status, took)
 			s.logRequest(r, n, rec.status, took)
+			s.record(r, n, rec.status, took)
 			if abort {
 				panic(http.ErrAbortHandler)
 			}

@@ -95,6 +95,7 @@ func (s *Server) fork(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	report, first := forkReport(results)
+	noteSandboxes(r.Context(), report.Sandboxes)
 	if len(report.Sandboxes) == 0 && first != nil {
 		return first
 	}

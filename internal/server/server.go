@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"github.com/forkd/forkd/api"
+	"github.com/forkd/forkd/internal/audit"
 	"github.com/forkd/forkd/internal/sandbox"
 )
 
@@ -21,8 +22,14 @@ type Config struct {
 	Packs   Packs
 	Events  *Events // nil: nothing is told
 	Version api.Version
-	Token   string // needed over TCP; "" means none
+	Token   string  // needed over TCP; "" means none
+	Audit   Auditor // nil: no record is kept
 	Log     *slog.Logger
+}
+
+// Auditor keeps the record of requests.
+type Auditor interface {
+	Append(audit.Entry) error
 }
 
 // Server answers REST requests.
