@@ -31,7 +31,8 @@ type capturing struct {
 	id   string // of the snapshot that it becomes
 	mode memory.Mode
 	disk bool // it is to be stored: there must be room for it
-	// stay: the machine is not let go on when it was captured: it stays paused, and its line held.
+	// stay: the machine is not let go on when it was captured: it stays paused. Its line is free then: what goes there reaches the machine when
+	// it goes on after all, and else nobody.
 	stay    bool
 	resumed func(pause time.Duration) // is called when the machine goes on after a pause that succeeded; nil: nobody wants to know
 }
@@ -80,9 +81,7 @@ func (h *holder) run(ctx context.Context, device *os.File) (_ *memory.Captured, 
 	}
 	defer func() {
 		m.warn(release(context.WithoutCancel(ctx)), "tidy up after a capture", c.id)
-		if err != nil || !how.stay {
-			c.tap.free()
-		}
+		c.tap.free()
 	}()
 	got, err := memory.Capture(ctx, memory.Target{Process: c.machine.Process(), Image: c.image.Image()}, memory.Hooks{Pause: h.pause, Resume: h.resume},
 		memory.CaptureOptions{Mode: how.mode, Name: memoryName(how.id), FillGaps: true, Failpoints: m.cfg.Failpoints})

@@ -312,26 +312,28 @@ func (t *tap) fire() {
 
 // Dial implements vmm.Machine.
 func (t *tap) Dial(ctx context.Context, port uint32) (net.Conn, error) {
+	if err := t.line.enter(ctx.Done(), nil); err != nil { // the guest is told of a connection, too
+		return nil, context.Cause(ctx)
+	}
+	defer t.line.leave()
 	conn, err := t.Machine.Dial(ctx, port)
 	if err != nil {
 		return nil, err
 	}
-	t.line.connect(conn)
-	return tappedConn{conn, t}, nil
+	return tappedConn{t.line.connect(conn), t}, nil
 }
 
 type tappedConn struct {
-	net.Conn
+	*lineConn
 	tap *tap
 }
 
+// Write implements net.Conn.
 func (c tappedConn) Write(b []byte) (int, error) {
-	n, err := c.tap.line.write(c.Conn, b)
+	n, err := c.lineConn.Write(b)
 	c.tap.fire()
 	return n, err
 }
-
-func (c tappedConn) Read(b []byte) (int, error) { return c.tap.line.read(c.Conn, b) }
 
 // warn logs what went wrong while something was taken down: the error that matters more was reported already.
 func (m *Manager) warn(err error, what, id string) {

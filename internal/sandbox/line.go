@@ -19,33 +19,52 @@ import (
 //
 // The zero value is a line that is free.
 type line struct {
-	mu     sync.Mutex
-	held   chan struct{} // closed when the line is free again; nil: it is
-	inside int           // calls in reads and writes
-	left   chan struct{} // closed when inside becomes 0; nil: nobody waits for it
-	conn   net.Conn      // the newest
-	torn   bool          // the guest may have a part of a frame: the last write broke off
+	mu      sync.Mutex
+	held    chan struct{} // closed when the line is free again; nil: it is
+	inside  int           // calls in reads and writes
+	left    chan struct{} // closed when inside becomes 0; nil: nobody waits for it
+	conn    net.Conn      // the newest
+	closing []net.Conn    // were closed while it was held
+	torn    bool          // the guest may have a part of a frame: the last write broke off
 }
 
-// connect notes a new connection.
-func (l *line) connect(conn net.Conn) {
+// lineConn is a connection whose reads and writes wait while the line is held: no longer than until it is closed, and writes no longer than
+// until their deadline. What can't begin does not touch the connection. One that is closed while the line is held goes when it is free: the
+// monitor would tell the guest, which is a write into its memory.
+type lineConn struct {
+	net.Conn
+	line *line
+	late alarm // the deadline of writes
+	gone chan struct{}
+	once sync.Once // closes gone
+}
+
+// connect puts a new connection on the line.
+func (l *line) connect(conn net.Conn) *lineConn {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.conn = conn
+	return &lineConn{Conn: conn, line: l, gone: make(chan struct{})}
 }
 
-// enter waits until the line is free and begins a call.
-func (l *line) enter() {
+// enter waits until the line is free and begins a call. It returns net.ErrClosed when gone is closed first, and os.ErrDeadlineExceeded for late.
+func (l *line) enter(gone, late <-chan struct{}) error {
 	for {
 		l.mu.Lock()
 		held := l.held
 		if held == nil {
 			l.inside++
 			l.mu.Unlock()
-			return
+			return nil
 		}
 		l.mu.Unlock()
-		<-held
+		select {
+		case <-held:
+		case <-gone:
+			return net.ErrClosed
+		case <-late:
+			return os.ErrDeadlineExceeded
+		}
 	}
 }
 
@@ -62,9 +81,13 @@ func (l *line) leaveLocked() {
 	}
 }
 
-func (l *line) write(conn net.Conn, b []byte) (int, error) {
-	l.enter()
-	n, err := conn.Write(b)
+// Write implements net.Conn.
+func (c *lineConn) Write(b []byte) (int, error) {
+	l := c.line
+	if err := l.enter(c.gone, c.late.rings()); err != nil {
+		return 0, err
+	}
+	n, err := c.Conn.Write(b)
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	// The agent's client begins every connection but the first with what repairs a torn frame.
@@ -73,15 +96,96 @@ func (l *line) write(conn net.Conn, b []byte) (int, error) {
 	return n, err
 }
 
-func (l *line) read(conn net.Conn, b []byte) (int, error) {
+// Read implements net.Conn.
+func (c *lineConn) Read(b []byte) (int, error) {
 	for {
-		l.enter()
-		n, err := conn.Read(b)
-		l.leave()
+		if err := c.line.enter(c.gone, nil); err != nil {
+			return 0, err
+		}
+		n, err := c.Conn.Read(b)
+		c.line.leave()
 		if n > 0 || !errors.Is(err, os.ErrDeadlineExceeded) {
 			return n, err
 		}
 		// hold woke us up: nobody else sets deadlines for reading.
+	}
+}
+
+// SetWriteDeadline implements net.Conn.
+func (c *lineConn) SetWriteDeadline(t time.Time) error {
+	c.late.set(t)
+	return c.Conn.SetWriteDeadline(t)
+}
+
+// Close implements net.Conn.
+func (c *lineConn) Close() error {
+	c.once.Do(func() { close(c.gone) })
+	l := c.line
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.held != nil {
+		l.closing = append(l.closing, c.Conn)
+		return nil
+	}
+	return c.Conn.Close()
+}
+
+// alarm is a deadline that can be waited for.
+type alarm struct {
+	mu    sync.Mutex
+	timer *time.Timer   // nil: none is set, or it has rung
+	moves int           // how often it was set
+	rang  chan struct{} // closed when the deadline has passed; nil until somebody asked
+}
+
+// set moves the deadline; the zero time is for none.
+func (a *alarm) set(t time.Time) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.timer != nil {
+		a.timer.Stop()
+		a.timer = nil
+	}
+	a.moves++
+	if a.rang == nil || isClosed(a.rang) {
+		a.rang = make(chan struct{})
+	}
+	if t.IsZero() {
+		return
+	}
+	if rest := time.Until(t); rest > 0 {
+		now := a.moves
+		a.timer = time.AfterFunc(rest, func() { a.ring(now) })
+		return
+	}
+	close(a.rang)
+}
+
+// ring says that the deadline has passed, unless it was moved meanwhile.
+func (a *alarm) ring(moves int) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.moves == moves {
+		a.timer = nil
+		close(a.rang)
+	}
+}
+
+func (a *alarm) rings() <-chan struct{} {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.rang == nil {
+		a.rang = make(chan struct{})
+	}
+	return a.rang
+}
+
+func isClosed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
 	}
 }
 
@@ -120,11 +224,10 @@ func (l *line) hold(ctx context.Context) error {
 }
 
 func (l *line) settle(ctx context.Context, conn net.Conn, left chan struct{}) error {
-	if conn == nil {
-		return nil
-	}
-	if err := conn.SetReadDeadline(time.Unix(1, 0)); err != nil && !errors.Is(err, net.ErrClosed) {
-		return fmt.Errorf("hold the line to the guest: %w", err)
+	if conn != nil {
+		if err := conn.SetReadDeadline(time.Unix(1, 0)); err != nil && !errors.Is(err, net.ErrClosed) {
+			return fmt.Errorf("hold the line to the guest: %w", err)
+		}
 	}
 	if left != nil {
 		select {
@@ -132,6 +235,9 @@ func (l *line) settle(ctx context.Context, conn net.Conn, left chan struct{}) er
 		case <-ctx.Done():
 			return fmt.Errorf("%w: %w", errLineBusy, context.Cause(ctx))
 		}
+	}
+	if conn == nil {
+		return nil
 	}
 	return drained(ctx, conn)
 }
@@ -146,8 +252,11 @@ func (l *line) free() {
 	if l.conn != nil {
 		_ = l.conn.SetReadDeadline(time.Time{}) // it fails when the connection is closed
 	}
+	for _, conn := range l.closing {
+		_ = conn.Close() // who closed it went on long ago
+	}
 	close(l.held)
-	l.held = nil
+	l.held, l.closing = nil, nil
 }
 
 // Backoff between two looks at a socket: nothing tells when the other side has taken the last byte.

@@ -112,7 +112,6 @@ func (z *suspension) abort(ctx context.Context) {
 		if err := m.revive(ctx, z.child, true, nil); err != nil {
 			_ = m.captureFault(ctx, b, err) // ends it
 		}
-		z.child.tap.free()
 	}
 	m.warn(z.undo.run(), "unwind a suspension", b.id)
 	b.mu.Lock()

@@ -2,6 +2,7 @@ package sandbox
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -499,4 +500,53 @@ func TestNames(t *testing.T) {
 	}
 	_, err = d.SandboxByName(t.Context(), "none")
 	checkCode(t, "unknown name", err, CodeSandboxNotFound)
+}
+
+// TestGiveUpDuringSuspension gives up requests while the sandbox stands still: neither waits until it is on disk.
+func TestGiveUpDuringSuspension(t *testing.T) {
+	for _, point := range []string{pointBranchSaved, pointSuspendStaged} {
+		t.Run(point, func(t *testing.T) {
+			t.Parallel()
+			points := failpoint.New()
+			d := newWorld(t).start(t, options{failpoints: points})
+			d.snapshot(t, "base", nil)
+			b := d.fork(t, "base", 1, nil)[0]
+			d.mark(t, b.ID, "one")
+			ctx, giveUp := context.WithCancel(t.Context())
+			failed := make(chan error, 1)
+			go func() {
+				_, err := d.Exec(ctx, b.ID, ExecRequest{Args: []string{"hang"}, Timeout: time.Minute})
+				failed <- err
+			}()
+			eventually(t, "the request", func() string {
+				box, _ := d.live(b.ID)
+				box.mu.Lock()
+				defer box.mu.Unlock()
+				if box.active == 0 {
+					return "not under way"
+				}
+				return ""
+			})
+			still(t, "the end of the request", failed)
+			reached, release := make(chan struct{}), make(chan struct{})
+			points.On(point, 1, func(context.Context) error { close(reached); <-release; return failpoint.ErrInjected })
+			suspended := make(chan error, 1)
+			go func() { _, err := d.Suspend(context.Background(), b.ID); suspended <- err }()
+			<-reached
+			giveUp()
+			select {
+			case err := <-failed:
+				if !errors.Is(err, context.Canceled) {
+					t.Errorf("the request: got %v", err)
+				}
+			case <-time.After(5 * time.Second):
+				t.Error("the request that was given up waits for the suspension")
+			}
+			close(release)
+			if err := <-suspended; !errors.Is(err, failpoint.ErrInjected) {
+				t.Errorf("Suspend: got %v", err)
+			}
+			d.checkMark(t, b.ID, "one")
+		})
+	}
 }
