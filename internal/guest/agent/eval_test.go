@@ -306,6 +306,30 @@ func TestEvalCancel(t *testing.T) {
 	}
 }
 
+// An evaluation has its time from when it was asked for, not from when its turn comes.
+func TestEvalGivesUpWaiting(t *testing.T) {
+	needPython(t)
+	r := newRig(t, Options{})
+	r.result("x = 5")
+	ctx, cancel := context.WithCancel(testContext(t))
+	done := make(chan error, 1)
+	go func() {
+		_, err := r.Eval(ctx, agentproto.EvalRequest{Code: "import time; time.sleep(300)"})
+		done <- err
+	}()
+	for r.Quiesce(ctx) == nil { // until it is there
+	}
+	_, err := r.Eval(ctx, agentproto.EvalRequest{Code: "x = 6", TimeoutMS: 50})
+	wantCode(t, err, agentproto.CodeBusy)
+	cancel()
+	if err := <-done; !errors.Is(err, context.Canceled) {
+		t.Errorf("Eval: got %v, want %v", err, context.Canceled)
+	}
+	if got := r.result("x"); got != "5" {
+		t.Errorf("x = %s: the evaluation that was given up ran all the same", got)
+	}
+}
+
 func TestEvalWithoutPython(t *testing.T) {
 	r := newRig(t, Options{Python: "/no/such/python3"})
 	_, err := r.Eval(testContext(t), agentproto.EvalRequest{Code: "1"})

@@ -33,6 +33,7 @@ type job struct {
 	body      []byte
 	limit     int
 	timeoutMS uint32
+	until     int64 // of one that had to wait: when its time is up, waiting included; 0: never, or from its start on
 }
 
 // Kinds of jobs and answers.
@@ -108,7 +109,11 @@ func (a *Agent) startEval(id uint32, msg []byte) {
 	body := make([]byte, 0, 4+len(req.Code))
 	body = append(body, byte(n), byte(n>>8), byte(n>>16), byte(n>>24))
 	body = append(body, req.Code...)
-	a.in.queue = append(a.in.queue, job{kind: jobEval, session: a.session, id: id, body: body, limit: limit, timeoutMS: req.TimeoutMS})
+	j := job{kind: jobEval, session: a.session, id: id, body: body, limit: limit, timeoutMS: req.TimeoutMS}
+	if req.TimeoutMS > 0 && (a.in.cur != nil || len(a.in.queue) > 0) {
+		j.until = a.now() + int64(req.TimeoutMS)*1e6
+	}
+	a.in.queue = append(a.in.queue, j)
 	a.in.pump()
 }
 
@@ -164,8 +169,8 @@ func (in *interp) pump() {
 	in.queue = in.queue[1:]
 	in.cur = &next
 	in.timedOut, in.interrupts = false, 0
-	in.deadline = 0
-	if next.timeoutMS > 0 {
+	in.deadline = next.until
+	if next.timeoutMS > 0 && next.until == 0 {
 		in.deadline = in.a.now() + int64(next.timeoutMS)*1e6
 	}
 	for i := range in.outs {

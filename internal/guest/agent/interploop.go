@@ -21,6 +21,11 @@ func (in *interp) prepare(p *[8]unix.PollFd) (timeout int) {
 	if in.ident != nil && (next == 0 || in.identDeadline < next) {
 		next = in.identDeadline
 	}
+	for i := range in.queue {
+		if until := in.queue[i].until; until > 0 && (next == 0 || until < next) {
+			next = until
+		}
+	}
 	return in.a.millisUntil(next)
 }
 
@@ -58,10 +63,11 @@ func (in *interp) service(p *[8]unix.PollFd) {
 
 // expire acts on deadlines that have passed.
 func (in *interp) expire() {
-	if in.deadline == 0 && in.ident == nil {
+	if in.deadline == 0 && in.ident == nil && len(in.queue) == 0 {
 		return
 	}
 	now := in.a.now()
+	in.giveUpWaiting(now)
 	if in.ident != nil && now >= in.identDeadline {
 		in.identified(false, "the Python interpreter did not take the new seed within "+in.a.limits.reseed.String()+"; it is in a call that can't be interrupted")
 	}
@@ -85,6 +91,19 @@ func (in *interp) expire() {
 		in.timedOut = true
 		in.interrupt()
 	}
+}
+
+// giveUpWaiting answers evaluations whose time was up before their turn came.
+func (in *interp) giveUpWaiting(now int64) {
+	kept := in.queue[:0]
+	for _, j := range in.queue {
+		if j.until == 0 || now < j.until {
+			kept = append(kept, j)
+			continue
+		}
+		in.a.refuse(j.session, j.id, agentproto.CodeBusy, "another evaluation ran for all of the time that this one had")
+	}
+	in.queue = kept
 }
 
 // read takes answers in. It says how many bytes came, and whether there will be no more.
