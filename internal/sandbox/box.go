@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/forkd/forkd/internal/store"
@@ -42,8 +43,10 @@ type box struct {
 	ending     bool
 	suspending bool            // a suspension is under way: no new requests
 	active     int             // requests under way
-	state      *frozen         // what it was last suspended to; nil: never
 	owed       []*liveSnapshot // promised to somebody, and being captured still
+
+	// What it was last suspended to; nil: never. Set with mu held, and read without where Manager.mu is.
+	state atomic.Pointer[frozen]
 }
 
 func newBox(f *frozen, rec store.Sandbox) *box {
@@ -214,7 +217,7 @@ func (m *Manager) finish(b *box, how ending) error {
 	b.ending = true
 	now := time.Now()
 	b.rec.State, b.rec.Reason, b.rec.EndedAt = string(how.state), how.reason, now
-	c, state := b.child, b.state
+	c, state := b.child, b.state.Load()
 	// Under the lock: who sees that it is ending finds the cause in its life.
 	b.end(newError(CodeSandboxGone, nil, "`forkd ls` shows what lives", "sandbox %s has ended: %s", b.id, how.reason))
 	b.mu.Unlock()
@@ -295,10 +298,7 @@ func (m *Manager) expire(id string) {
 
 // killAll ends every sandbox that runs. Those that are suspended stay so.
 func (m *Manager) killAll(reason string) error {
-	m.mu.Lock()
-	boxes := slices.Collect(maps.Values(m.boxes))
-	m.mu.Unlock()
-	boxes = slices.DeleteFunc(boxes, func(b *box) bool { return b.status() == StateSuspended })
+	boxes := slices.DeleteFunc(m.allBoxes(), func(b *box) bool { return b.status() == StateSuspended })
 	return m.finishAll(boxes, ending{state: StateStopped, reason: reason})
 }
 
@@ -318,6 +318,14 @@ func (m *Manager) finishAll(boxes []*box, how ending) error {
 	}
 	wg.Wait()
 	return errors.Join(errs...)
+}
+
+// allBoxes are the sandboxes that have not ended. Who wants to know more of them asks each, without m.mu: a sandbox's own lock is held over writes
+// to the database.
+func (m *Manager) allBoxes() []*box {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.Collect(maps.Values(m.boxes))
 }
 
 // live returns a sandbox that has not ended.

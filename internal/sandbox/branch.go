@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -248,8 +249,12 @@ const maxTombs = 100
 func (m *Manager) entomb(f *frozen, why error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.frozen[f.tag] != nil || len(m.tombs) >= maxTombs {
+	if m.frozen[f.tag] != nil {
 		return // the tag is in use again
+	}
+	if _, again := m.tombs[f.tag]; !again && len(m.tombs) >= maxTombs {
+		oldest := slices.MinFunc(slices.Collect(maps.Values(m.tombs)), func(a, b Snapshot) int { return a.CreatedAt.Compare(b.CreatedAt) })
+		delete(m.tombs, oldest.Tag)
 	}
 	s := m.viewLocked(f)
 	s.Status, s.Warning = StatusFailed, errorText(why)

@@ -2,6 +2,7 @@ package sandbox
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"strings"
@@ -174,5 +175,8 @@ func (d *difference) freezeChild(ctx context.Context) (_ *instant, _ *memory.Ima
 		_ = got.close()
 		return nil, nil, err
 	}
-	return got, img, m.hit(ctx, pointDiffFrozen)
+	if err := m.hit(ctx, pointDiffFrozen); err != nil {
+		return nil, nil, errors.Join(err, got.device.Close(), img.Close()) // the layer is the image's
+	}
+	return got, img, nil
 }

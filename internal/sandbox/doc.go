@@ -21,6 +21,21 @@
 //   - The source of a branch goes on, whatever fails; one that can't is ended and says so.
 //   - Nothing that a sandbox, running or suspended, or another snapshot needs is deleted.
 //
+// # Locks
+//
+// In the order in which they are taken, each only where none below it is held:
+//
+//  1. a sandbox's freeze token: it is being frozen, suspended or resumed, by one at a time;
+//  2. a slot of a gate: branches, launches, claims, boots;
+//  3. Manager.mu: what there is;
+//  4. box.mu: what one sandbox is. It is held over writes to the database, so that what is persisted and what is shown change together, and a
+//     write may wait for a disk. So it is not waited for with Manager.mu held, and Manager.mu is never taken with it held: what both need of a
+//     sandbox is atomic, and who wants to know something of all sandboxes copies them first;
+//  5. pool.mu, deadlines.mu, and the locks of gates, grants, the cache and the database, which are leaves.
+//
+// frozen.filesMu is held over reads from the disk and stands with 2. Recover, and the end of Shutdown, are alone and need not care. Events are
+// emitted with none of 3 to 5 held: whoever receives them may ask back.
+//
 // # What this package is not
 //
 // It knows no engine, no HTTP and no SQL: it speaks to internal/vmm, internal/snapshot, internal/memory, internal/image,

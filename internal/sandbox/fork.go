@@ -186,13 +186,13 @@ func (m *Manager) startWarm(ctx context.Context, f *frozen, req ForkRequest, s s
 		return nil, err
 	}
 	b, err := m.claim(ctx, f, req, s.member)
-	if err == nil || ctx.Err() != nil {
+	if err == nil || ctx.Err() != nil || !membersFault(err) {
 		return b, err
 	}
 	m.log.Warn("a pool member failed when it was claimed", "id", s.member.id, "tag", f.tag, "error", err)
 	if again := f.pool.take(1); len(again) == 1 {
 		b, second := m.claim(ctx, f, req, again[0])
-		if second == nil || ctx.Err() != nil {
+		if second == nil || ctx.Err() != nil || !membersFault(second) {
 			return b, second
 		}
 		err = errors.Join(err, second)
@@ -202,6 +202,12 @@ func (m *Manager) startWarm(ctx context.Context, f *frozen, req ForkRequest, s s
 	}
 	s.ticket.release()
 	return m.fallBack(ctx, f, req, err)
+}
+
+// membersFault says whether another member, or a cold start, may do better than the member that a claim failed with.
+func membersFault(err error) bool {
+	var e *Error
+	return !errors.As(err, &e) || e.Code == CodeIdentityFailed
 }
 
 // fallBack starts cold what could not be claimed.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/hex"
+	"fmt"
 	"slices"
 	"time"
 
@@ -51,7 +52,7 @@ type identifier interface {
 	Identify(context.Context, agentproto.Identity) (agentproto.IdentityAck, error)
 }
 
-// identify gives a guest its identity, and the time until it is right. Hooks run once.
+// identify gives a guest its identity, and the time until it is right; one that can't be told the time is an error. Hooks run once.
 func identify(ctx context.Context, agent identifier, id agentproto.Identity) error {
 	for range clockTries {
 		ack, err := agent.Identify(ctx, id)
@@ -65,8 +66,10 @@ func identify(ctx context.Context, agent identifier, id agentproto.Identity) err
 		id.RunHooks = false
 		id.UnixNano = time.Now().UnixNano()
 	}
-	return nil
+	return errLateClock
 }
+
+var errLateClock = fmt.Errorf("its clock is more than %v behind whenever it is set", clockSlack)
 
 // environ returns base (K=V, sorted) with the variables of over set on top, sorted.
 func environ(base []string, over map[string]string) []string {

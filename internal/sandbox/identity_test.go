@@ -38,7 +38,7 @@ func TestIdentifyCorrectsTheClock(t *testing.T) {
 	}{
 		{"in time", []time.Duration{0}, nil, 1},
 		{"late once", []time.Duration{2 * time.Second, 0}, nil, 2},
-		{"late whatever is done", []time.Duration{time.Minute, time.Minute, time.Minute}, nil, clockTries},
+		{"late whatever is done", []time.Duration{time.Minute, time.Minute, time.Minute}, errLateClock, clockTries},
 		{"refused", nil, broken, 1},
 		{"refused the second time", []time.Duration{time.Minute}, broken, 2},
 	}

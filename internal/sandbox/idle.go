@@ -88,14 +88,11 @@ func nameTaken(name string) error {
 
 // SandboxByName returns the sandbox with a name: the one that lives, or else the one that ended last, as long as it is remembered.
 func (m *Manager) SandboxByName(ctx context.Context, name string) (Sandbox, error) {
-	m.mu.Lock()
-	for _, b := range m.boxes {
+	for _, b := range m.allBoxes() {
 		if s := b.view(); s.Name == name && name != "" && s.EndedAt.IsZero() {
-			m.mu.Unlock()
 			return s, nil
 		}
 	}
-	m.mu.Unlock()
 	rec, err := m.db.EndedByName(ctx, name)
 	if errors.Is(err, store.ErrNotFound) || name == "" {
 		return Sandbox{}, newError(CodeSandboxNotFound, nil, "`forkd ls` lists the sandboxes", "no sandbox has the name %.80q", name)

@@ -13,12 +13,11 @@ import (
 
 // Sandboxes returns those that live, oldest first.
 func (m *Manager) Sandboxes(context.Context) ([]Sandbox, error) {
-	m.mu.Lock()
-	all := make([]Sandbox, 0, len(m.boxes))
-	for _, b := range m.boxes {
-		all = append(all, b.view())
+	boxes := m.allBoxes()
+	all := make([]Sandbox, len(boxes))
+	for i, b := range boxes {
+		all[i] = b.view()
 	}
-	m.mu.Unlock()
 	slices.SortFunc(all, func(a, b Sandbox) int {
 		return cmp.Or(a.CreatedAt.Compare(b.CreatedAt), cmp.Compare(a.ID, b.ID))
 	})

@@ -193,17 +193,13 @@ func (m *Manager) Stats() Stats {
 			pools = append(pools, f.pool)
 		}
 	}
-	boxes := make([]*box, 0, len(m.boxes))
-	for _, b := range m.boxes {
-		boxes = append(boxes, b)
-	}
 	m.mu.Unlock()
 	for _, p := range pools {
 		st := p.status()
 		s.PoolReady += st.Ready
 		s.PoolFills += st.Filling
 	}
-	for _, b := range boxes {
+	for _, b := range m.allBoxes() {
 		switch b.status() {
 		case StateStarting:
 			s.Starting++

@@ -238,7 +238,7 @@ func (m *Manager) removeOrphans(ctx context.Context) error {
 	m.mu.Lock()
 	var orphans []*frozen
 	for _, f := range m.byID {
-		if b := m.boxes[f.owner]; f.owner != "" && (b == nil || b.state != f) {
+		if b := m.boxes[f.owner]; f.owner != "" && (b == nil || b.state.Load() != f) {
 			orphans = append(orphans, f)
 		}
 	}
@@ -355,7 +355,8 @@ func (m *Manager) adopt(rec store.Sandbox, c *child) {
 	c.grant = m.memory.force(m.limits.childNeed(f.manifest.Shape))
 	c.grant.settle()
 	b := newBox(f, rec)
-	b.child, b.state = c, m.byID[rec.StateID]
+	b.child = c
+	b.state.Store(m.byID[rec.StateID])
 	m.boxes[b.id] = b
 	m.watch(b, c)
 }
@@ -390,7 +391,7 @@ func (m *Manager) readoptSuspended(ctx context.Context, rec store.Sandbox) (Stat
 		return StateFailed, m.db.EndSandbox(ctx, rec.ID, string(StateFailed), reasonLost+": what it was suspended to is gone", time.Now())
 	}
 	b := newBox(m.originLocked(rec), rec)
-	b.state = state
+	b.state.Store(state)
 	m.boxes[b.id] = b
 	return StateSuspended, nil
 }

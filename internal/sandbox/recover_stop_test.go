@@ -110,7 +110,7 @@ func TestRecoverFallsBackToState(t *testing.T) {
 			b = d.resume(t, b.ID)
 			d.mark(t, b.ID, "two")
 			box, _ := d.live(b.ID)
-			state := box.state.id
+			state := box.state.Load().id
 			d.stop(t)
 			if err := syscall.Kill(b.PID, syscall.SIGKILL); err != nil {
 				t.Fatal(err)

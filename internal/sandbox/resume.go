@@ -44,7 +44,7 @@ func (m *Manager) resume(ctx context.Context, b *box) (bool, error) {
 	}
 	defer unlock()
 	b.mu.Lock()
-	suspended, f := !b.ending && State(b.rec.State) == StateSuspended, b.state
+	suspended, f := !b.ending && State(b.rec.State) == StateSuspended, b.state.Load()
 	b.mu.Unlock()
 	if !suspended {
 		return false, nil
@@ -89,6 +89,7 @@ func (m *Manager) restart(ctx context.Context, b *box, f *frozen) (err error) {
 	if err := m.rerun(ctx, b, c, time.Since(begin)); err != nil {
 		return err
 	}
+	m.emit(Event{Kind: EventSandboxState, SandboxID: b.id, Tag: b.frozen.tag, State: StateRunning})
 	m.warn(m.hit(ctx, pointResumeRunning), "resume a sandbox", b.id)
 	m.watch(b, c)
 	return nil
@@ -113,6 +114,5 @@ func (m *Manager) rerun(ctx context.Context, b *box, c *child, readyIn time.Dura
 	b.rec.SuspendedAt, b.rec.Left = time.Time{}, 0
 	b.child = c
 	c.grant.settle()
-	m.emit(Event{Kind: EventSandboxState, SandboxID: b.id, Tag: b.frozen.tag, State: StateRunning})
 	return nil
 }

@@ -335,12 +335,15 @@ func (m *Manager) remove(ctx context.Context, f *frozen) error {
 		err = m.db.RemoveSnapshot(ctx, f.id)
 	}
 	m.mu.Lock()
-	defer m.mu.Unlock()
 	if err != nil {
 		f.deleting, f.status, f.warning = false, StatusFailed, "its removal failed: "+err.Error()
+	} else {
+		m.unlistLocked(f)
+	}
+	m.mu.Unlock()
+	if err != nil {
 		return err
 	}
-	m.unlistLocked(f)
 	m.emit(Event{Kind: EventSnapshotDeleted, Tag: f.tag})
 	return nil
 }

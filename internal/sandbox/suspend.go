@@ -73,7 +73,7 @@ func (z *suspension) begin(onlyIf func() bool) error {
 	if onlyIf != nil && !onlyIf() {
 		return errSpared
 	}
-	z.child, z.old = c, b.state
+	z.child, z.old = c, b.state.Load()
 	b.suspending = true
 	return nil
 }
@@ -174,7 +174,8 @@ func (z *suspension) commit(ctx context.Context, man snapshot.Manifest) error {
 	}
 	b.rec.State, b.rec.StateID, b.rec.SuspendedAt, b.rec.Left, b.rec.Deadline = string(StateSuspended), f.id, now, left, time.Time{}
 	b.rec.Process.PID = 0
-	b.child, b.state, b.suspending = nil, f, false
+	b.child, b.suspending = nil, false
+	b.state.Store(f)
 	z.undo.release()
 	m.deadlines.set(b.id, time.Time{})
 	z.child.end(newError(CodeInvalidState, nil, "what it started goes on when the sandbox is resumed", "sandbox %s was suspended while the request was under way", b.id))

@@ -63,10 +63,7 @@ func plant(level []*treeNode, children map[string][]*treeNode) []TreeNode {
 // restsOnLocked returns the snapshot that a sandbox needs on disk: to be branched, and to be resumed when it is suspended; nil for none.
 // Preconditions: m.mu is held.
 func (m *Manager) restsOnLocked(b *box) *frozen {
-	b.mu.Lock()
-	state := b.state
-	b.mu.Unlock()
-	if state != nil && m.byID[state.parent] != nil {
+	if state := b.state.Load(); state != nil && m.byID[state.parent] != nil {
 		return m.byID[state.parent]
 	}
 	if b.frozen.kept {
@@ -85,24 +82,24 @@ func (m *Manager) AddSnapshot(ctx context.Context, tag, id string) error {
 		return err
 	}
 	defer done()
-	chain, err := m.snapshots.Chain(id)
-	if errors.Is(err, snapshot.ErrNotFound) {
-		return newError(CodeSnapshotNotFound, err, "", "snapshot %.80s is not in the store", id)
-	}
-	if err != nil {
-		return fault(err, "snapshot %s", tag)
-	}
-	if err := m.adoptChain(ctx, tag, chain); err != nil {
+	if err := m.adoptChain(ctx, tag, id); err != nil {
 		return fault(err, "snapshot %s", tag)
 	}
 	m.emit(Event{Kind: EventSnapshotReady, Tag: tag})
 	return nil
 }
 
-// adoptChain makes snapshots of a chain known that are not yet; the last one gets the tag.
-func (m *Manager) adoptChain(ctx context.Context, tag string, chain []snapshot.Manifest) error {
+// adoptChain makes snapshots of a chain known that are not yet; the last one, id, gets the tag.
+func (m *Manager) adoptChain(ctx context.Context, tag, id string) error {
 	m.mu.Lock()
-	defer m.mu.Unlock() // over the database, too: nobody may take the tag, or delete what is rested on, in between
+	defer m.mu.Unlock() // over disk and database, too: nobody may take the tag, or delete what is rested on, in between
+	chain, err := m.snapshots.Chain(id)
+	if errors.Is(err, snapshot.ErrNotFound) {
+		return newError(CodeSnapshotNotFound, err, "", "snapshot %.80s is not in the store", id)
+	}
+	if err != nil {
+		return err
+	}
 	if m.frozen[tag] != nil {
 		return newError(CodeSnapshotExists, nil, "delete it first, or choose another tag", "a snapshot with the tag %s exists", tag)
 	}
