@@ -379,8 +379,10 @@ type ExecRequest struct {
 	Env      map[string]string `json:"env,omitempty"`
 
 	// MaxOutputBytes Of stdout and of stderr; 0: 1 MiB.
-	MaxOutputBytes int    `json:"max_output_bytes,omitempty"`
-	Stdin          string `json:"stdin,omitempty"`
+	MaxOutputBytes int `json:"max_output_bytes,omitempty"`
+
+	// Stdin At most 16 MiB.
+	Stdin string `json:"stdin,omitempty"`
 
 	// TimeoutSecs The command is killed after it. At most 86400; 0: that.
 	TimeoutSecs *float64 `json:"timeout_secs,omitempty"`

@@ -80,6 +80,7 @@ type daemonFlags struct {
 	Accel           string `enum:"auto,kvm,tcg" default:"auto" help:"KVM, emulation, or KVM if a test guest runs on it: ${enum}."`
 	MemoryBudgetMiB int64  `name:"memory-budget-mib" placeholder:"MIB" help:"Memory for machines in all. Default: what the host has to spare."`
 	CacheMemoryMiB  int64  `name:"resident-mib" placeholder:"MIB" help:"Memory for snapshots that are loaded and not in use. Default: a quarter of the host's."`
+	Compress        bool   `help:"Compress the memory of new snapshots: less disk, more time to freeze and to load."`
 	MaxLaunches     int    `placeholder:"N" help:"Machines that are started at the same time; the others wait. Default: the number of CPUs."`
 	MaxBranches     int    `placeholder:"N" help:"Running sandboxes that are frozen at the same time; the others wait. Default: twice the number of CPUs."`
 }
@@ -185,7 +186,11 @@ func (d *daemon) openStores(ctx context.Context, f *daemonFlags, agent []byte) (
 		return s, err
 	}
 	d.closers = append(d.closers, s.db.Close)
-	if s.snapshots, err = snapshot.Open(filepath.Join(f.Data, "snapshots")); err != nil {
+	var options []snapshot.Option
+	if f.Compress {
+		options = append(options, snapshot.WithCompression())
+	}
+	if s.snapshots, err = snapshot.Open(filepath.Join(f.Data, "snapshots"), options...); err != nil {
 		return s, err
 	}
 	if s.images, err = image.Open(filepath.Join(f.Data, "images"), f.Cache, agent); err != nil {

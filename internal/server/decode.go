@@ -20,7 +20,7 @@ import (
 
 const (
 	maxBody     = 1 << 20
-	maxCodeBody = 8 << 20 // exec and eval: stdin and code
+	maxCodeBody = 24 << 20 // exec and eval: the 16 MiB of stdin that the domain takes, in base64, and the rest
 
 	bodyTimeout   = 30 * time.Second       // a client that sends its body slower holds nothing
 	lingerTimeout = 500 * time.Millisecond // for what is on its way when the answer is given before the body came
