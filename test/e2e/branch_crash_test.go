@@ -90,31 +90,41 @@ type strike struct {
 
 func (s strike) isBranch() bool { return s.what != "suspend" && s.what != "resume" }
 
-// strikes go over all points of branches, suspensions and resumptions. A full branch is a live one until it is written: its way there is gone
-// over with FORKD_EVERY_POINT only.
+// strikes go over all points of branches, suspensions and resumptions: with FORKD_EVERY_POINT in everything that passes them, else in one after
+// the other of those.
 func strikes() (list []strike) {
 	every := os.Getenv("FORKD_EVERY_POINT") != ""
+	for i, p := range sandbox.Points() {
+		at := strikesAt(p)
+		if !every && len(at) > 1 {
+			at = at[i%len(at):][:1]
+		}
+		list = append(list, at...)
+	}
+	return list
+}
+
+// strikesAt are the requests that pass a point. A full branch is a live one until it is written.
+func strikesAt(p string) (list []strike) {
 	written := []string{"sandbox.branch.captured", "sandbox.branch.staged", "sandbox.branch.published", "sandbox.branch.ready"}
 	onlyLive := []string{memory.PointAdopted, memory.PointArming, memory.PointSweep}
 	inPause := []string{"sandbox.branch.paused", "sandbox.branch.saved"} // of whatever is captured
-	for _, p := range sandbox.Points() {
-		capture := strings.HasPrefix(p, "memory.capture.")
-		live := slices.Contains(onlyLive, p)
-		if capture || strings.HasPrefix(p, "sandbox.branch.") {
-			list = append(list, strike{"live", p})
-			if every || slices.Contains(written, p) {
-				list = append(list, strike{"full", p})
-			}
-			if !live {
-				list = append(list, strike{"diff", p})
-			}
+	capture := strings.HasPrefix(p, "memory.capture.")
+	live := slices.Contains(onlyLive, p)
+	if capture || strings.HasPrefix(p, "sandbox.branch.") {
+		list = append(list, strike{"live", p})
+		if slices.Contains(written, p) {
+			list = append(list, strike{"full", p})
 		}
-		if capture && !live || slices.Contains(inPause, p) || strings.HasPrefix(p, "sandbox.suspend.") {
-			list = append(list, strike{"suspend", p})
+		if !live {
+			list = append(list, strike{"diff", p})
 		}
-		if strings.HasPrefix(p, "sandbox.resume.") {
-			list = append(list, strike{"resume", p})
-		}
+	}
+	if capture && !live || slices.Contains(inPause, p) || strings.HasPrefix(p, "sandbox.suspend.") {
+		list = append(list, strike{"suspend", p})
+	}
+	if strings.HasPrefix(p, "sandbox.resume.") {
+		list = append(list, strike{"resume", p})
 	}
 	return list
 }
