@@ -113,7 +113,7 @@ func (c *creation) freezeParent(ctx context.Context) (*os.File, error) {
 			Message: fmt.Sprintf("no memory for a parent of snapshot %s: it takes %d MiB, %d MiB are left", c.req.Tag, m.limits.parentNeed(c.shape).total()>>20, max(free, 0)>>20)}
 	}
 	defer grants[0].release() // the memory is a resident image's afterwards
-	if c.ram, err = memory.New("snap-"+c.frozen.id, int64(c.shape.MemMiB)<<20); err != nil {
+	if c.ram, err = memory.New(memoryName(c.frozen.id), int64(c.shape.MemMiB)<<20); err != nil {
 		return nil, err
 	}
 	c.undo.add(func() error { return c.closeRAM() })

@@ -338,7 +338,7 @@ func (m *Manager) attach(ctx context.Context, rec store.Sandbox) (_ *child, err 
 	if _, err := c.agent.Ping(ctx); err != nil {
 		return nil, fmt.Errorf("its guest does not answer: %w", err)
 	}
-	if err := m.adoptImage(ctx, c, startedFrom(rec)); err != nil {
+	if err := m.adoptImage(ctx, c, rec); err != nil {
 		m.log.Warn("what a sandbox was started from can't be told: it can't be branched or suspended", "id", rec.ID, "error", err)
 	}
 	return c, nil

@@ -171,7 +171,7 @@ func memoryName(id string) string { return memoryPrefix + id }
 
 // memoryID is the snapshot whose pages a file of a resident image holds.
 func memoryID(f *os.File) string {
-	id, _ := strings.CutPrefix(f.Name(), "memfd:forkd-"+memoryPrefix)
+	id, _ := strings.CutPrefix(memory.NameOf(f), memoryPrefix)
 	return id
 }
 
