@@ -78,10 +78,11 @@ func (g *gate) opened() <-chan struct{} {
 	return g.wait
 }
 
-// How soon an API that is not there yet is looked for again.
+// How soon an API that is not there yet is looked for again: closely at first, since a start takes 2 ms, later at leisure.
 const (
-	firstLook = 200 * time.Microsecond
-	lastLook  = 5 * time.Millisecond
+	firstLook  = 200 * time.Microsecond
+	lastLook   = 5 * time.Millisecond
+	closeLooks = 25
 )
 
 // awaitAPI connects as soon as Firecracker listens.
@@ -89,7 +90,10 @@ func (s *session) awaitAPI(ctx context.Context) error {
 	const step = "wait for Firecracker's API"
 	ctx, cancel := context.WithTimeoutCause(ctx, callLimit, fmt.Errorf("it did not listen within %v: %w", callLimit, context.DeadlineExceeded))
 	defer cancel()
-	for pause := firstLook; ; pause = min(2*pause, lastLook) {
+	for look, pause := 0, firstLook; ; look++ {
+		if look > closeLooks {
+			pause = min(2*pause, lastLook)
+		}
 		s.api.mu.Lock()
 		err := s.api.connect(ctx)
 		s.api.mu.Unlock()
