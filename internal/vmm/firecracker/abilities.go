@@ -277,7 +277,7 @@ func (e *Engine) tryChild(ctx context.Context, dir string, ram, state *os.File) 
 }
 
 // hearLimit is how long a test guest may take to answer.
-const hearLimit = 2 * time.Second
+const hearLimit = 10 * time.Second
 
 // hear waits for a byte on the guest's serial port.
 func hear(ctx context.Context, m *machine, heard <-chan []byte, want byte) error {

@@ -115,7 +115,7 @@ func ask(t *testing.T, m vmm.Machine, what []byte, until byte) []byte {
 		t.Fatal(err)
 	}
 	var all []byte
-	limit := time.After(10 * time.Second)
+	limit := time.After(30 * time.Second)
 	for {
 		select {
 		case b := <-heard:
@@ -137,7 +137,7 @@ func torn(t *testing.T, m vmm.Machine) (pages, round uint32) {
 		t.Fatal(err)
 	}
 	var all []byte
-	limit := time.After(10 * time.Second)
+	limit := time.After(30 * time.Second)
 	for len(all) < 9 {
 		select {
 		case b := <-heard:
