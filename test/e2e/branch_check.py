@@ -1,5 +1,5 @@
 # Checks the invariants of branch_writers.py in the resident interpreter. The directory is in `where`.
-import mmap, os, signal, sqlite3, time
+import json, mmap, os, signal, sqlite3, time
 
 problems = []
 with open(os.path.join(where, "board"), "r+b") as f:
@@ -42,14 +42,15 @@ def check_files():
     tell("files", signal.SIGSTOP)
     n, lines = see[2], read("journal").split("\n")
     expect(lines.pop() == "", "the journal ends within a line")
-    expect(lines == [str(i + 1) for i in range(len(lines))], "the journal has gaps")
-    expect(n <= len(lines) <= n + 1, n, "steps are done, the journal has", len(lines))
+    first, last = int(lines[0]), int(lines[-1])
+    expect(lines == [str(i) for i in range(first, last + 1)] and first == max(1, last // 500 * 500), "the journal has gaps")
+    expect(n <= last <= n + 1, n, "steps are done, the journal ends with", last)
     state = int(read("state"))
-    expect(n <= state <= len(lines), "the state is", state, "after", n, "steps and", len(lines), "in the journal")
+    expect(n <= state <= last, "the state is", state, "after", n, "steps and", last, "in the journal")
     names = [name for name in ("odd", "even") if os.path.exists(os.path.join(where, name))]
     expect(len(names) == 1, "of the pair of names there are", names)
     held = sorted(int(name) for name in os.listdir(os.path.join(where, "dir")))
-    expect(held == list(range(held[0], held[-1] + 1)) and n <= held[-1] <= len(lines) and len(held) <= 21, "the directory holds", held, "after", n)
+    expect(held == list(range(held[0], held[-1] + 1)) and n <= held[-1] <= last and len(held) <= 21, "the directory holds", held, "after", n)
     for i in held[:-1]:
         expect(read("dir/%d" % i) == str(i) * 300, "dir/%d is not what was written" % i)
 
@@ -62,7 +63,7 @@ def check_database():
     verdict = [row[0] for row in db.execute("pragma integrity_check")]
     expect(verdict == ["ok"], "integrity check:", verdict)
     count, most, total = db.execute("select count(*), max(id), sum(id) from rows").fetchone()
-    expect(count == most and committed <= count <= committed + 1, committed, "rows were committed, there are", count, "up to", most)
+    expect(count == min(most, 500) and committed <= most <= committed + 1, committed, "rows were committed, there are", count, "up to", most)
     expect(db.execute("select sum from total").fetchone()[0] == total, "the sum is not that of the rows")
     db.close()
 
@@ -73,6 +74,7 @@ def check_echo():
     expect(see[5] == 0, see[5], "wrong echoes")
 
 
+os.setpriority(os.PRIO_PROCESS, 0, -15)  # the programs leave it little to work with
 for check in check_files, check_database, check_memory, check_echo:
     try:
         check()
@@ -80,4 +82,5 @@ for check in check_files, check_database, check_memory, check_echo:
         expect(False, check.__name__, repr(e))
 for name in "files", "database":
     tell(name, signal.SIGCONT)
+os.setpriority(os.PRIO_PROCESS, 0, 0)
 print(json.dumps({"problems": problems, "numbers": list(see[:6])}))

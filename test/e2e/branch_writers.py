@@ -3,6 +3,7 @@ import mmap, os, random, signal, socket, sqlite3, sys, threading, time
 
 where = sys.argv[1]
 PAGES = 4096
+KEPT = 500  # lines of the journal, rows of the database
 os.makedirs(where, exist_ok=True)
 
 
@@ -46,7 +47,11 @@ def files(see):
     n = 0
     while True:
         n += 1
-        put("journal", b"%d\n" % n, append=True)
+        if n % KEPT == 0:  # it must not grow for as long as the machine runs
+            put("journal.new", b"%d\n" % n)
+            os.rename(os.path.join(where, "journal.new"), os.path.join(where, "journal"))
+        else:
+            put("journal", b"%d\n" % n, append=True)
         put("state.new", b"%d" % n)
         os.rename(os.path.join(where, "state.new"), os.path.join(where, "state"))
         a, b = ("odd", "even") if n % 2 else ("even", "odd")
@@ -58,7 +63,7 @@ def files(see):
 
 
 def database(see):
-    """Commits rows, whose sum is kept in another table of the same transaction."""
+    """Commits a row and drops an old one; the sum of those that are there is kept in another table of the same transaction."""
     db = sqlite3.connect(os.path.join(where, "db"), isolation_level=None)
     db.execute("pragma journal_mode = wal")
     db.execute("pragma synchronous = full")
@@ -70,7 +75,8 @@ def database(see):
         n += 1
         db.execute("begin immediate")
         db.execute("insert into rows values (?, ?)", (n, random.randbytes(300)))
-        db.execute("update total set sum = sum + ?", (n,))
+        db.execute("delete from rows where id = ?", (n - KEPT,))
+        db.execute("update total set sum = sum + ?", (n - max(n - KEPT, 0),))
         db.execute("commit")
         see[3] = n
 
