@@ -122,6 +122,9 @@ func TestRecoverFallsBackToState(t *testing.T) {
 				if err != nil || got.State != tt.want || (tt.want == StateSuspended) == got.SuspendedAt.IsZero() {
 					t.Fatalf("sandbox: got %+v, %v, want it %s", got, err, tt.want)
 				}
+				if tt.want == StateFailed { // the daemon that finds it lost removes its state
+					d.checkTidy(t, 0, "base")
+				}
 				d.stop(t)
 			}
 			d = w.start(t, options{})
