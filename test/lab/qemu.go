@@ -72,7 +72,7 @@ func enterQEMU(cfg config) error {
 // qemuArgs is the outer machine. One vCPU: with two some boots of nested guests hung. la57=off: with it the outer kernel crashed. Without erms and
 // fsrm the kernel copies and clears memory by words: bytes are emulated one at a time, which makes 10 MB/s.
 func qemuArgs(cfg config) []string {
-	args := []string{"/usr/bin/qemu-system-x86_64", "-M", "microvm,acpi=on,pit=off,pic=off,rtc=off",
+	args := []string{"/usr/bin/qemu-system-x86_64", "-M", "microvm,acpi=on,pit=off,pic=off,rtc=on",
 		"-accel", fmt.Sprintf("tcg,thread=multi,tb-size=%d", cacheMiB), "-cpu", "max,la57=off,erms=off,fsrm=off,fzrm=off,fsrs=off", "-smp", "1", "-m", fmt.Sprintf("%dM", cfg.MemMiB),
 		"-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
 		"-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
@@ -101,7 +101,7 @@ func kernelArgs(cfg config) string {
 	return strings.Join([]string{"console=ttyS0", "quiet", "loglevel=4", "reboot=t", "panic=-1",
 		fmt.Sprintf("tsc_early_khz=%d", cfg.TSCkHz), "tsc=reliable", "mitigations=off", "nowatchdog", "audit=0", "apparmor=0", "init_on_alloc=0",
 		fmt.Sprintf("systemd.clock_usec=%d", cfg.Clock), "systemd.show_status=false", "systemd.log_target=console", "systemd.log_level=warning",
-		"systemd.unified_cgroup_hierarchy=1"}, " ")
+		"systemd.unified_cgroup_hierarchy=1", "kvm.halt_poll_ns=0"}, " ")
 }
 
 // composeInitrd writes the cached initramfs and, behind it, an archive with this program as /lab. The kernel unpacks one after the other.
