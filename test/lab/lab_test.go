@@ -100,7 +100,7 @@ func TestLab(t *testing.T) {
 	})
 	t.Run("memory is limited", func(t *testing.T) {
 		const script = `mkdir /sys/fs/cgroup/small; echo 16M >/sys/fs/cgroup/small/memory.max; echo 0 >/sys/fs/cgroup/small/memory.swap.max 2>/dev/null || true
-sh -c 'echo 0 >/sys/fs/cgroup/small/cgroup.procs; exec tail -c 64M /dev/zero' >/dev/null 2>&1 || echo killed
+sh -c 'echo 0 >/sys/fs/cgroup/small/cgroup.procs; exec dd if=/dev/zero of=/dev/null bs=64M count=1' >/dev/null 2>&1 || echo killed
 grep '^oom_kill ' /sys/fs/cgroup/small/memory.events; rmdir /sys/fs/cgroup/small`
 		if got, _ := sh(t, script); got != "killed\noom_kill 1" {
 			t.Errorf("a process with 64 MiB in a group of 16: got %q, want it killed", got)

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"time"
 
@@ -64,6 +65,11 @@ func enterQEMU(cfg config) error {
 	}
 	for fd := fdQEMU; fd < fdRoot; fd++ {
 		unix.CloseOnExec(fd)
+	}
+	// The signal for the death of the parent belongs to a thread, and it is this one that goes on as QEMU. Until then that of the first one holds.
+	runtime.LockOSThread()
+	if err := unix.Prctl(unix.PR_SET_PDEATHSIG, uintptr(unix.SIGKILL), 0, 0, 0); err != nil {
+		return fmt.Errorf("end with the parent: %w", err)
 	}
 	args := qemuArgs(cfg)
 	return fmt.Errorf("start QEMU: %w", unix.Exec(args[0], args, []string{"PATH=/usr/bin", "LANG=C", "TMPDIR=/dev"}))
