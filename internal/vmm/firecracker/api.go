@@ -69,7 +69,7 @@ func inDir(dir, name string, do func(path string) error) error {
 func dialIn(ctx context.Context, dir, name string) (conn net.Conn, err error) {
 	err = inDir(dir, name, func(path string) error {
 		conn, err = (&net.Dialer{}).DialContext(ctx, "unix", path)
-		if errors.Is(err, os.ErrDeadlineExceeded) { // the dialer's own word for the end of ctx, a moment before ctx says so
+		if errors.Is(err, context.DeadlineExceeded) { // the dialer's own word for the end of ctx, a moment before ctx says so
 			err = fmt.Errorf("%w: %w", context.DeadlineExceeded, err)
 		}
 		return err
