@@ -15,6 +15,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -435,7 +436,14 @@ func (f *fake) listen() error {
 }
 
 func (f *fake) startAgent() (err error) {
-	if f.listener, err = net.Listen("tcp", "127.0.0.1:0"); err != nil {
+	// Buffers as small as those of vsock: no more is ever on its way than a stream keeps.
+	small := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
+		return c.Control(func(fd uintptr) {
+			_ = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVBUF, 64<<10)
+			_ = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_SNDBUF, 64<<10)
+		})
+	}}
+	if f.listener, err = small.Listen(context.Background(), "tcp", "127.0.0.1:0"); err != nil {
 		return err
 	}
 	a, err := agent.New(agent.Options{Sandboxed: true})
@@ -461,6 +469,8 @@ func (f *fake) connectGuest(conn net.Conn) {
 	guest, err := net.Dial("tcp", f.listener.Addr().String())
 	if err == nil {
 		f.guests = append(f.guests, guest.(*net.TCPConn))
+		_ = guest.(*net.TCPConn).SetWriteBuffer(64 << 10)
+		_ = guest.(*net.TCPConn).SetReadBuffer(64 << 10)
 	}
 	f.mu.Unlock()
 	if err != nil {
