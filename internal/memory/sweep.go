@@ -13,6 +13,9 @@ import (
 // sweep captures the changed pages that the fault worker has not, and lets go of all others. It returns what the layer holds when
 // the worker has ended.
 func (w *window) sweep(ctx context.Context) ([]Extent, error) {
+	if err := w.storeHeld(); err != nil {
+		return nil, err
+	}
 	buf := make([]byte, wordPages*PageSize)
 	for i := uint64(0); i < uint64(len(w.changed)); {
 		if err := w.points.Hit(ctx, PointSweep); err != nil {

@@ -360,13 +360,18 @@ func onlyWait() error {
 	allowed := []uint32{
 		unix.SYS_PPOLL, unix.SYS_NANOSLEEP, unix.SYS_RESTART_SYSCALL,
 		unix.SYS_RT_SIGRETURN, unix.SYS_SCHED_YIELD, unix.SYS_FUTEX, unix.SYS_TGKILL, unix.SYS_GETPID, unix.SYS_GETTID, // Go's runtime
-		unix.SYS_CLOCK_GETTIME, unix.SYS_RT_SIGPROCMASK, unix.SYS_EPOLL_PWAIT, unix.SYS_WRITE, unix.SYS_READ,
+		unix.SYS_CLOCK_GETTIME, unix.SYS_RT_SIGPROCMASK, unix.SYS_EPOLL_PWAIT, unix.SYS_WRITE, unix.SYS_READ, unix.SYS_MADVISE, unix.SYS_MUNMAP,
 	}
 	filter := []unix.SockFilter{{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: 0}}
 	for i, nr := range allowed {
-		filter = append(filter, unix.SockFilter{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, K: nr, Jt: uint8(len(allowed) - i)})
+		filter = append(filter, unix.SockFilter{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, K: nr, Jt: uint8(len(allowed) + 3 - i)})
 	}
-	filter = append(filter, unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: unix.SECCOMP_RET_KILL_PROCESS},
+	const mmapFlags = 16 + 3*8 // struct seccomp_data: the low half of args[3]
+	filter = append(filter,
+		unix.SockFilter{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, K: unix.SYS_MMAP, Jf: 2},
+		unix.SockFilter{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: mmapFlags},
+		unix.SockFilter{Code: unix.BPF_JMP | unix.BPF_JSET | unix.BPF_K, K: unix.MAP_ANONYMOUS, Jt: 1}, // Go's heap grows on whatever thread it likes
+		unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: unix.SECCOMP_RET_KILL_PROCESS},
 		unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: unix.SECCOMP_RET_ALLOW})
 	prog := unix.SockFprog{Len: uint16(len(filter)), Filter: &filter[0]}
 	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {

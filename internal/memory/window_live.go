@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math/bits"
 	"sync"
 	"sync/atomic"
 
@@ -48,6 +49,10 @@ type window struct {
 	// arming.
 	armMu sync.Mutex
 	noted bitset // let go since it was last protected
+
+	held        []byte // pages that were captured in the pause, one behind the other
+	heldBytes   int
+	heldExtents []Extent
 
 	noteCount atomic.Uint64
 	faults    atomic.Uint64
@@ -103,7 +108,9 @@ func (c *capture) openWindow(ctx context.Context, fail context.CancelCauseFunc) 
 	w := &window{
 		proc: c.proc, guest: c.guest, points: c.opt.Failpoints, fail: fail, stopFD: -1, sink: newSink(c.layer),
 		changed: newBitset(pages), claimed: newBitset(pages), done: newBitset(pages), noted: newBitset(pages),
+		held: make([]byte, heldPages*PageSize), heldExtents: make([]Extent, 0, heldPages),
 	}
+	clear(w.held) // its memory is there before the pause
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, w.close())
@@ -177,7 +184,8 @@ const (
 	unregisterStep = 2 << 20 / PageSize
 
 	rearmRounds = 3
-	rearmEnough = 32 // noted pages that are left to the pause
+	rearmEnough = 256 // noted pages that are left to the pause, which copies them: some 100 µs
+	heldPages   = 2 * rearmEnough
 )
 
 // findChanged marks the pages of e that the process owns.
@@ -235,10 +243,48 @@ func (w *window) freeze(ctx context.Context) error {
 		return context.Cause(ctx) // it was given up
 	}
 	for i := range w.noted {
+		if err := w.holdNotedLocked(uint64(i)); err != nil {
+			return err
+		}
 		if err := w.protectNotedLocked(i); err != nil {
 			return err
 		}
 	}
+	return nil
+}
+
+// holdNotedLocked captures the noted pages of word i at once, as long as there is room for them: what was written a moment ago is written again
+// a moment after the pause, and the guest would wait for each of these pages. They stay let go.
+// Preconditions: the guest stands still.
+func (w *window) holdNotedLocked(i uint64) error {
+	pages := w.noted[i].Load()
+	n := bits.OnesCount64(pages) * PageSize
+	if n == 0 || w.heldBytes+n > len(w.held) {
+		return nil
+	}
+	if err := w.read(w.held[w.heldBytes:], i, pages); err != nil {
+		return err
+	}
+	w.noted[i].Store(0)
+	w.claimed[i].Or(pages)
+	w.done[i].Or(pages)
+	w.heldBytes += n
+	for e := range runsIn(i, pages) {
+		w.heldExtents = append(w.heldExtents, e)
+	}
+	return nil
+}
+
+// storeHeld puts what was captured in the pause into the layer.
+func (w *window) storeHeld() error {
+	buf := w.held
+	for _, e := range w.heldExtents {
+		if err := w.sink.store(e.First, buf[:e.Bytes()]); err != nil {
+			return err
+		}
+		buf = buf[e.Bytes():]
+	}
+	w.held, w.heldExtents = nil, nil
 	return nil
 }
 

@@ -140,6 +140,9 @@ func TestSweeperThatIsKeptHoldsNobody(t *testing.T) {
 		claimed[i] = changed &^ w.claimed[i].Or(changed)
 	}
 	g.advances(2 * testWritten) // all pages that it writes, more than once
+	if err := w.storeHeld(); err != nil {
+		t.Fatal(err)
+	}
 	buf := make([]byte, wordPages*PageSize)
 	for i, mine := range claimed {
 		if err := w.takeWord(uint64(i), mine, buf); err != nil {
