@@ -28,7 +28,7 @@ func branches(t *testing.T) int {
 	t.Helper()
 	text := os.Getenv("FORKD_BRANCHES")
 	if text == "" {
-		return 10
+		return 4
 	}
 	n, err := strconv.Atoi(text)
 	if err != nil || n < 1 {

@@ -5,7 +5,7 @@
 // Nothing runs unless FORKD_VM_TESTS=1: plain `go test ./...` boots no machine. FORKD_CACHE says where images are kept from one run to
 // the next; FORKD_SOAK how long the soak test goes on (default 30s); FORKD_E2E_SEED a directory in which the warmed snapshot that the
 // tests share is kept, for whoever works on the tests. Longer versions of the tests of the snapshot graph are had with FORKD_BRANCHES (branches
-// in each mode that are checked for being of one instant; default 10), FORKD_TREE_STEPS and FORKD_TREE_DEPTH (what is done at random to a graph,
+// in each mode that are checked for being of one instant; default 4), FORKD_TREE_STEPS and FORKD_TREE_DEPTH (what is done at random to a graph,
 // and how deep it gets at least; 20 and 5), FORKD_SUSPENDED (sandboxes that are suspended together; 6), and FORKD_EVERY_POINT=1 (kills at every
 // point in every mode, also where a mode goes the way of another one). FORKD_TREE_SEED repeats what an earlier run did at random: it is printed.
 // FORKD_E2E_ACCEL=kvm runs the machines on KVM instead of TCG, and FORKD_E2E_IMAGES is a directory of images to take instead of building some:
