@@ -29,6 +29,7 @@ package vmm
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"os"
 )
@@ -140,6 +141,25 @@ type Process struct {
 type Shape struct {
 	MemMiB int `json:"mem_mib"`
 	VCPUs  int `json:"vcpus"`
+}
+
+// Check refuses what monitors would refuse less legibly, and memory that is not what the shape says: a machine over a shorter file would die
+// when it reads behind its end. Its errors wrap ErrInvalidConfig.
+func (s Shape) Check(leastMiB int, memory *os.File) error {
+	switch {
+	case s.MemMiB < leastMiB || s.MemMiB > 64<<10:
+		return fmt.Errorf("memory of %d MiB: choose %d to 65536: %w", s.MemMiB, leastMiB, ErrInvalidConfig)
+	case s.VCPUs < 1 || s.VCPUs > 32:
+		return fmt.Errorf("%d vCPUs: choose 1 to 32: %w", s.VCPUs, ErrInvalidConfig)
+	}
+	fi, err := memory.Stat()
+	if err != nil {
+		return fmt.Errorf("guest memory: %w", err)
+	}
+	if want := int64(s.MemMiB) << 20; fi.Size() != want {
+		return fmt.Errorf("guest memory holds %d bytes, the machine needs %d: %w", fi.Size(), want, ErrInvalidConfig)
+	}
+	return nil
 }
 
 // BootConfig describes a parent.

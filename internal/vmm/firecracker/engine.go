@@ -143,7 +143,7 @@ func (e *Engine) boot(ctx context.Context, a *abilities, cfg vmm.BootConfig) (_ 
 
 // Prepare implements vmm.Engine. A Firecracker has no guest memory before a device state is loaded.
 func (e *Engine) Prepare(ctx context.Context, cfg vmm.PrepareConfig) (vmm.Prepared, error) {
-	if err := checkShape(cfg.Shape, cfg.Memory); err != nil {
+	if err := cfg.Shape.Check(leastMiB, cfg.Memory); err != nil {
 		return nil, err
 	}
 	a, err := e.abilities(ctx)
@@ -335,7 +335,7 @@ func cmdline(extra []string) string {
 }
 
 func (e *Engine) checkBoot(cfg vmm.BootConfig) error {
-	if err := checkShape(cfg.Shape, cfg.Memory); err != nil {
+	if err := cfg.Shape.Check(leastMiB, cfg.Memory); err != nil {
 		return err
 	}
 	if cfg.Kernel == nil || !e.opt.Bare && (cfg.Initramfs == nil || cfg.Rootfs == nil) {
@@ -344,24 +344,8 @@ func (e *Engine) checkBoot(cfg vmm.BootConfig) error {
 	return nil
 }
 
-// checkShape refuses what Firecracker would refuse less legibly, and memory that is not what the shape says: a machine over a shorter file
-// would die when it reads behind its end.
-func checkShape(s vmm.Shape, memory *os.File) error {
-	switch {
-	case s.MemMiB < 16 || s.MemMiB > 64<<10:
-		return fmt.Errorf("memory of %d MiB: choose 16 to 65536: %w", s.MemMiB, vmm.ErrInvalidConfig)
-	case s.VCPUs < 1 || s.VCPUs > 32:
-		return fmt.Errorf("%d vCPUs: choose 1 to 32: %w", s.VCPUs, vmm.ErrInvalidConfig)
-	}
-	fi, err := memory.Stat()
-	if err != nil {
-		return fmt.Errorf("guest memory: %w", err)
-	}
-	if want := int64(s.MemMiB) << 20; fi.Size() != want {
-		return fmt.Errorf("guest memory holds %d bytes, the machine needs %d: %w", fi.Size(), want, vmm.ErrInvalidConfig)
-	}
-	return nil
-}
+// leastMiB is for guests without an operating system.
+const leastMiB = 16
 
 // saveLimit is how long it may take to write so much memory.
 func saveLimit(mib int) time.Duration {

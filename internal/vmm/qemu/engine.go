@@ -136,7 +136,7 @@ func (e *Engine) chooseAccel(ctx context.Context, binary string) (string, error)
 
 // Boot implements vmm.Engine.
 func (e *Engine) Boot(ctx context.Context, cfg vmm.BootConfig) (vmm.Machine, error) {
-	if err := checkShape(cfg.Shape, cfg.Memory); err != nil {
+	if err := cfg.Shape.Check(leastMiB, cfg.Memory); err != nil {
 		return nil, err
 	}
 	info, err := e.Probe(ctx)
@@ -157,7 +157,7 @@ func (e *Engine) Boot(ctx context.Context, cfg vmm.BootConfig) (vmm.Machine, err
 
 // Prepare implements vmm.Engine.
 func (e *Engine) Prepare(ctx context.Context, cfg vmm.PrepareConfig) (vmm.Prepared, error) {
-	if err := checkShape(cfg.Shape, cfg.Memory); err != nil {
+	if err := cfg.Shape.Check(leastMiB, cfg.Memory); err != nil {
 		return nil, err
 	}
 	info, err := e.Probe(ctx)
@@ -246,23 +246,8 @@ func (e *Engine) Attach(ctx context.Context, id vmm.Process) (vmm.Machine, error
 	return s.machine(), nil
 }
 
-// checkShape refuses what QEMU would refuse less legibly, and memory that is not what the shape says.
-func checkShape(s vmm.Shape, memory *os.File) error {
-	switch {
-	case s.MemMiB < 64 || s.MemMiB > 64<<10:
-		return fmt.Errorf("memory of %d MiB: choose 64 to 65536: %w", s.MemMiB, vmm.ErrInvalidConfig)
-	case s.VCPUs < 1 || s.VCPUs > 32:
-		return fmt.Errorf("%d vCPUs: choose 1 to 32: %w", s.VCPUs, vmm.ErrInvalidConfig)
-	}
-	fi, err := memory.Stat()
-	if err != nil {
-		return fmt.Errorf("guest memory: %w", err)
-	}
-	if want := int64(s.MemMiB) << 20; fi.Size() != want {
-		return fmt.Errorf("guest memory holds %d bytes, the machine needs %d: %w", fi.Size(), want, vmm.ErrInvalidConfig)
-	}
-	return nil
-}
+// leastMiB is what a stock kernel and the agent need.
+const leastMiB = 64
 
 func firstLine(s string) string {
 	line, _, _ := strings.Cut(s, "\n")
