@@ -20,6 +20,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/forkd/forkd/internal/netns"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -56,6 +57,7 @@ type Command struct {
 	Stdout *os.File   // nil: the null device
 	Files  []*os.File // its descriptors from 3 on
 	User   User       // the zero value: ours
+	NetNS  *os.File   // the network namespace to run in; nil: ours
 }
 
 // User is who a monitor runs as. A user other than root has no capabilities.
@@ -87,7 +89,11 @@ func Start(c Command) (*Process, error) {
 		}
 		defer leave()
 	}
-	err = cmd.Start()
+	start := cmd.Start
+	if c.NetNS != nil {
+		start = func() error { return netns.Do(c.NetNS, cmd.Start) }
+	}
+	err = start()
 	w.Close()
 	if err != nil {
 		r.Close()
