@@ -26,6 +26,7 @@ import (
 
 	"github.com/forkd/forkd/api"
 	"github.com/forkd/forkd/internal/failpoint"
+	"github.com/forkd/forkd/internal/confine"
 	"github.com/forkd/forkd/internal/vmm"
 	"github.com/forkd/forkd/internal/vmm/vmmtest"
 )
@@ -48,7 +49,7 @@ func TestMain(m *testing.M) {
 // fakeParts are a daemon's parts on a host that can run no guests.
 func fakeParts() parts {
 	return parts{
-		engine: func(f *daemonFlags, _ *slog.Logger) vmm.Engine {
+		engine: func(f *daemonFlags, _ *confine.Users, _ *slog.Logger) vmm.Engine {
 			var options vmmtest.FakeOptions
 			if faults := os.Getenv(faultsEnv); faults != "" {
 				if err := json.Unmarshal([]byte(faults), &options.Faults); err != nil {

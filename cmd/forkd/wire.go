@@ -13,6 +13,7 @@ import (
 
 	"github.com/forkd/forkd/client"
 	"github.com/forkd/forkd/internal/audit"
+	"github.com/forkd/forkd/internal/confine"
 	"github.com/forkd/forkd/internal/failpoint"
 	"github.com/forkd/forkd/internal/image"
 	"github.com/forkd/forkd/internal/image/agentbin"
@@ -30,7 +31,7 @@ import (
 
 // parts are what a daemon is made of and tests replace.
 type parts struct {
-	engine func(f *daemonFlags, log *slog.Logger) vmm.Engine
+	engine func(f *daemonFlags, users *confine.Users, log *slog.Logger) vmm.Engine
 	agent  func() ([]byte, error) // the guest's agent, for images
 }
 
@@ -42,10 +43,10 @@ func productParts() parts {
 }
 
 // newEngine is the engine that was asked for, or the best that this host can run.
-func newEngine(f *daemonFlags, log *slog.Logger) vmm.Engine {
-	emulator := qemu.New(qemu.Options{Binary: f.QEMU, Accel: f.Accel, Log: log})
+func newEngine(f *daemonFlags, users *confine.Users, log *slog.Logger) vmm.Engine {
+	emulator := qemu.New(qemu.Options{Binary: f.QEMU, Accel: f.Accel, Users: users, Log: log})
 	fire := firecracker.New(firecracker.Options{Binary: f.Firecracker, CPUTemplate: f.CPUTemplate,
-		User: firecracker.KVMUser(f.FirecrackerUID), Log: log})
+		User: firecracker.KVMUser(f.FirecrackerUID), Users: users, Log: log})
 	switch f.Engine {
 	case engineQEMU:
 		return emulator
@@ -74,7 +75,9 @@ type daemonFlags struct {
 	Cache           string `placeholder:"DIR" help:"What makes builds of images faster and may be deleted. Default: /var/cache/forkd, or below $$XDG_CACHE_HOME."`
 	Engine          string `enum:"auto,qemu,firecracker" default:"auto" help:"What runs machines: ${enum}. auto: Firecracker where it and a working KVM are there, else QEMU."`
 	Firecracker     string `name:"firecracker" env:"FORKD_FIRECRACKER" placeholder:"FILE" help:"The Firecracker binary, 1.12 or newer. Default: the one in $$PATH."`
-	FirecrackerUID  uint32 `name:"firecracker-uid" placeholder:"UID" help:"Run each Firecracker as this user, in the group that KVM is open to, without capabilities. Default: as the daemon."`
+	FirecrackerUID  uint32 `name:"firecracker-uid" placeholder:"UID" help:"Where machines are not confined, run each Firecracker as this user, in the group that KVM is open to. Default: as the daemon."`
+	Confine         string `enum:"auto,require,off" default:"auto" help:"Lock each machine's monitor in, as a user of its own that sees nothing of the host: ${enum}. auto: when the daemon is root."`
+	UIDBase         uint32 `name:"uid-base" placeholder:"UID" help:"The first of the 65536 user ids that monitors are given; nobody else may have one of them. Default: one above 1900000000 that depends on the run directory."`
 	CPUTemplate     string `name:"cpu-template" placeholder:"NAME" help:"Firecracker's CPU template for new parents (T2, T2S, T2CL, T2A, C3): their snapshots restore on other processors that have it."`
 	QEMU            string `name:"qemu" placeholder:"FILE" help:"The QEMU binary. Default: the one in $$PATH."`
 	Accel           string `enum:"auto,kvm,tcg" default:"auto" help:"KVM, emulation, or KVM if a test guest runs on it: ${enum}."`
@@ -154,7 +157,11 @@ func (p *program) openDaemon(f *daemonFlags, log *slog.Logger, killAll bool) (_ 
 	if err != nil {
 		return nil, err
 	}
-	d.engine = p.parts.engine(f, log.With("part", "engine"))
+	users, err := f.confinement(log)
+	if err != nil {
+		return nil, err
+	}
+	d.engine = p.parts.engine(f, users, log.With("part", "engine"))
 	d.events = server.NewEvents()
 	if d.audit, err = audit.Open(filepath.Join(f.Data, auditDir), audit.Options{}); err != nil {
 		return nil, err

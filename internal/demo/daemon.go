@@ -117,7 +117,7 @@ func (d *daemon) leftovers() Leftovers {
 	}
 }
 
-// processesIn lists processes whose working directory is in dir or whose command line names it.
+// processesIn lists processes whose working directory is in dir or whose command line or environment names it.
 func processesIn(dir string) (found []string) {
 	entries, _ := os.ReadDir("/proc")
 	for _, e := range entries {
@@ -127,7 +127,8 @@ func processesIn(dir string) (found []string) {
 		}
 		cwd, _ := os.Readlink(filepath.Join("/proc", e.Name(), "cwd"))
 		cmdline, _ := os.ReadFile(filepath.Join("/proc", e.Name(), "cmdline"))
-		if strings.HasPrefix(cwd, dir) || bytes.Contains(cmdline, []byte(dir)) {
+		environ, _ := os.ReadFile(filepath.Join("/proc", e.Name(), "environ"))
+		if strings.HasPrefix(cwd, dir) || bytes.Contains(cmdline, []byte(dir)) || bytes.Contains(environ, []byte("FORKD_MACHINE="+dir)) {
 			found = append(found, fmt.Sprintf("%d %s", pid, firstWord(cmdline)))
 		}
 	}

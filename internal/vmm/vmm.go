@@ -135,22 +135,14 @@ type Process struct {
 	IdleThread string `json:"idle_thread"` // name of a thread that may be stopped for an injected system call; empty: the main thread
 	UFFDDev    int    `json:"uffd_dev"`    // the number under which the monitor holds /dev/userfaultfd; 0: it holds none
 	LayerFDs   []int  `json:"layer_fds"`   // the numbers under which the monitor holds PrepareConfig.Layers, in order
+
+	Confinement string `json:"confinement,omitempty"` // a confine.Level; empty: not known, an older daemon started it
 }
 
 // Shape is the hardware of a machine. A child must have the shape of its snapshot.
 type Shape struct {
-	MemMiB int  `json:"mem_mib"`
-	VCPUs  int  `json:"vcpus"`
-	Net    bool `json:"net,omitempty"` // has a network device, with the address GuestMAC
-}
-
-// GuestMAC is the address of every machine's network device, which a snapshot has in its memory: each machine is in a network of its own.
-const GuestMAC = "02:f0:4b:d0:00:02"
-
-// NIC is what a machine's network device is plugged into.
-type NIC struct {
-	Tap   *os.File // an open tap, which the monitor inherits
-	NetNS *os.File // the network namespace that the monitor runs in
+	MemMiB int `json:"mem_mib"`
+	VCPUs  int `json:"vcpus"`
 }
 
 // Check refuses what monitors would refuse less legibly, and memory that is not what the shape says: a machine over a shorter file would die
@@ -181,7 +173,6 @@ type BootConfig struct {
 	Initramfs *os.File
 	Rootfs    *os.File // read-only root file system image
 	Cmdline   []string // words appended to the engine's own kernel command line
-	NIC       *NIC     // nil: a network device, if Shape has one, is not plugged in
 }
 
 // PrepareConfig describes a child before its device state is loaded.
@@ -192,7 +183,6 @@ type PrepareConfig struct {
 	Layers []*os.File // inherited too, so that internal/memory can map their extents: Prepared.Process().LayerFDs gives their numbers
 	Rootfs *os.File
 	UFFD   *os.File // an open /dev/userfaultfd to inherit, or nil
-	NIC    *NIC     // as for a parent
 }
 
 // Info is what an engine is on this host. A snapshot's manifest keeps the one it was made with; every field but Features and
@@ -218,7 +208,6 @@ type Features struct {
 	Files   bool // Prepared monitors and machines implement FileReceiver
 	Layers  bool // layers may be mapped over a monitor's memory: over a Prepared one's, unless LayersLoaded
 	Live    bool // the monitor's memory can be write-protected from outside (live branch)
-	Net     bool // machines may have a network device
 
 	// LayersLoaded: a Prepared monitor has no guest memory yet. Layers are mapped over the machine that Load returns, before it runs.
 	LayersLoaded bool

@@ -30,6 +30,11 @@ func rules() []rule {
 			why: "internal/vmm is plain types that everybody imports",
 		},
 		{
+			name: "confinement knows no machines",
+			from: []string{"internal/confine"}, deny: []string{"..."}, allow: []string{"internal/confine"}, deep: true,
+			why: "internal/confine starts programs, whatever they are",
+		},
+		{
 			name: "engines know only what is beneath them",
 			from: engines(), deny: []string{"internal/sandbox/...", "internal/snapshot/...", "internal/store/...", "internal/image/...", "internal/server/...", "api/...", "client/..."}, deep: true,
 			why: "an engine runs machines; what they are for is decided above",

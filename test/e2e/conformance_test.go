@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/forkd/forkd/internal/confine"
 	"github.com/forkd/forkd/internal/image"
 	"github.com/forkd/forkd/internal/image/agentbin"
 	"github.com/forkd/forkd/internal/vmm"
@@ -22,10 +23,18 @@ func TestQEMUConformance(t *testing.T) {
 	needVM(t)
 	img := imageForConformance(t)
 	vmmtest.Run(t, vmmtest.Harness{
-		Engine: qemu.New(qemu.Options{Accel: accel()}), Shape: vmm.Shape{MemMiB: memMiB, VCPUs: 1},
+		Engine: qemu.New(qemu.Options{Accel: accel(), Users: users()}), Shape: vmm.Shape{MemMiB: memMiB, VCPUs: 1},
 		Kernel: img.Kernel.Path, Initramfs: img.Initramfs.Path, Rootfs: img.Rootfs.Path, Cmdline: img.Cmdline(),
 		BootTimeout: 5 * time.Minute, Timeout: 2 * time.Minute, Steps: 40,
 	})
+}
+
+// users are for the confinement of monitors, where we may confine them.
+func users() *confine.Users {
+	if os.Geteuid() != 0 {
+		return nil
+	}
+	return confine.NewUsers(confine.RangeFor("conformance"))
 }
 
 func imageForConformance(t *testing.T) image.Image {

@@ -26,7 +26,7 @@ func TestFirecrackerConformance(t *testing.T) {
 	}
 	img := imageForConformance(t)
 	vmmtest.Run(t, vmmtest.Harness{
-		Engine: firecracker.New(firecracker.Options{Binary: binary}), Shape: vmm.Shape{MemMiB: memMiB, VCPUs: 1},
+		Engine: firecracker.New(firecracker.Options{Binary: binary, Users: users()}), Shape: vmm.Shape{MemMiB: memMiB, VCPUs: 1},
 		Kernel: img.Kernel.Path, Initramfs: img.Initramfs.Path, Rootfs: img.Rootfs.Path, Cmdline: img.Cmdline(),
 		BootTimeout: 5 * time.Minute, Timeout: 2 * time.Minute, Steps: 40,
 	})

@@ -24,7 +24,7 @@ func pids() []int {
 	return list
 }
 
-// processesIn describes the processes that work below dir or whose program is there.
+// processesIn describes the processes that work below dir, whose program is there, or that run a machine of a directory there.
 func processesIn(dir string) (found []string) {
 	for _, pid := range pidsIn(dir) {
 		found = append(found, describe(pid))
@@ -39,7 +39,7 @@ func pidsIn(dir string) (found []int) {
 		}
 		cwd, _ := os.Readlink(fmt.Sprintf("/proc/%d/cwd", pid))
 		cmdline, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
-		if strings.HasPrefix(cwd, dir+"/") || bytes.HasPrefix(cmdline, []byte(dir+"/")) {
+		if strings.HasPrefix(cwd, dir+"/") || bytes.HasPrefix(cmdline, []byte(dir+"/")) || strings.HasPrefix(machineOf(pid), dir+"/") {
 			found = append(found, pid)
 		}
 	}
@@ -67,13 +67,23 @@ func endProcesses(dir string) {
 	}
 }
 
-// machinesIn returns the monitors below a daemon's run directory: their pids by the name of the directory they work in.
+// machineOf is the directory of the machine that a process runs; "" when it runs none.
+func machineOf(pid int) string {
+	environ, _ := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))
+	for variable := range strings.SplitSeq(string(environ), "\x00") {
+		if dir, ok := strings.CutPrefix(variable, "FORKD_MACHINE="); ok {
+			return dir
+		}
+	}
+	return ""
+}
+
+// machinesIn returns the monitors of a daemon's run directory: their pids by the names of their machines' directories.
 func machinesIn(run string) map[string]int {
 	found := map[string]int{}
 	for _, pid := range pids() {
-		cwd, _ := os.Readlink(fmt.Sprintf("/proc/%d/cwd", pid))
-		if rest, ok := strings.CutPrefix(cwd, filepath.Join(run, "vm")+"/"); ok {
-			found[strings.TrimSuffix(rest, " (deleted)")] = pid
+		if name, ok := strings.CutPrefix(machineOf(pid), filepath.Join(run, "vm")+"/"); ok {
+			found[name] = pid
 		}
 	}
 	return found

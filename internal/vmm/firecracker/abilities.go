@@ -17,6 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/forkd/forkd/internal/confine"
 	"github.com/forkd/forkd/internal/hostcpu"
 	"github.com/forkd/forkd/internal/vmm"
 	"github.com/forkd/forkd/internal/vmm/probeguest"
@@ -96,6 +97,9 @@ func (e *Engine) probe(ctx context.Context) (*abilities, error) {
 		return nil, err
 	}
 	e.opt.Binary = path
+	if err := e.makeCell(); err != nil {
+		return nil, fmt.Errorf("%w: %w", err, vmm.ErrUnavailable)
+	}
 	if e.opt.Save != "" {
 		a.save = e.opt.Save
 		return a, nil
@@ -125,6 +129,15 @@ func askVersion(ctx context.Context, path string) (*abilities, error) {
 		return nil, fmt.Errorf("%s is Firecracker %s, at least %d.%d is needed", path, m[1], oldestMajor, oldestMinor)
 	}
 	return a, nil
+}
+
+// makeCell makes what monitors are confined to. Preconditions: e.mu is held.
+func (e *Engine) makeCell() (err error) {
+	if e.opt.Users == nil || e.cell != nil {
+		return nil
+	}
+	e.cell, err = confine.New(confine.Spec{Binary: e.opt.Binary, Devices: []string{probeguest.Device}}, e.opt.Users)
+	return err
 }
 
 // KVMUser is a user other than root, in the group that KVM is open to, for Options.User. Zero is the daemon's own user.

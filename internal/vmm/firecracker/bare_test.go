@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/forkd/forkd/internal/confine"
 	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/vmm"
 	"github.com/forkd/forkd/internal/vmm/probeguest"
@@ -28,6 +29,14 @@ type bare struct {
 
 const bareMiB = 64
 
+// testUsers are for the confinement of monitors, where we may confine them.
+func testUsers() *confine.Users {
+	if os.Geteuid() != 0 {
+		return nil
+	}
+	return confine.NewUsers(confine.RangeFor("test"))
+}
+
 // newBare boots and freezes a probe guest that has obeyed commands.
 func newBare(t *testing.T, opt Options, commands ...byte) *bare {
 	t.Helper()
@@ -37,6 +46,8 @@ func newBare(t *testing.T, opt Options, commands ...byte) *bare {
 	opt.Binary, opt.Bare, opt.Serial = firecrackerBinary(t), true, true
 	if uid, err := strconv.Atoi(os.Getenv("FORKD_TEST_UID")); err == nil { // KVM must be open to that user
 		opt.User = vmproc.User{UID: uint32(uid), GID: uint32(uid)}
+	} else {
+		opt.Users = testUsers()
 	}
 	b := &bare{Engine: New(opt), shape: vmm.Shape{MemMiB: bareMiB, VCPUs: 1}}
 	if _, err := b.Probe(t.Context()); err != nil {

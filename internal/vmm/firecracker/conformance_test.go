@@ -25,7 +25,7 @@ func TestConformance(t *testing.T) {
 	if dir == "" {
 		t.Skip(imageVariable + " names no image")
 	}
-	opt := Options{Binary: binary}
+	opt := Options{Binary: binary, Users: testUsers()}
 	cmdline := strings.Fields(os.Getenv("FORKD_TEST_CMDLINE"))
 	vmmtest.Run(t, vmmtest.Harness{
 		Engine: New(opt), Shape: vmm.Shape{MemMiB: 256, VCPUs: 1}, Cmdline: cmdline,

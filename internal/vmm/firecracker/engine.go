@@ -20,6 +20,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/forkd/forkd/internal/confine"
 	"github.com/forkd/forkd/internal/hostcpu"
 	"github.com/forkd/forkd/internal/vmm"
 	"github.com/forkd/forkd/internal/vmm/probeguest"
@@ -37,7 +38,8 @@ type Options struct {
 	Bare        bool   // a KVM that can't run a stock kernel will do, and guests may have no root file system: for probe guests
 	Serial      bool   // the guest's serial port can be written to: see Serial
 	Save        SaveMode
-	User        vmproc.User // whom Firecracker runs as; the zero value: the daemon's own
+	User        vmproc.User    // whom Firecracker runs as when it is not confined; the zero value: the daemon's own
+	Users       *confine.Users // the user ids of monitors that are confined; nil: they are not
 	TSCkHz      func() (uint64, error)
 	KVM         func() error // what this host's KVM is worth; default probeguest.Check
 	Log         *slog.Logger
@@ -61,7 +63,8 @@ type Engine struct {
 	opt Options
 
 	mu     sync.Mutex
-	probed *abilities // nil until probed
+	probed *abilities    // nil until probed
+	cell   *confine.Cell // what monitors are confined to; nil: they are not
 
 	kernelMu sync.Mutex
 	kernel   unpackedKernel
@@ -167,7 +170,7 @@ func (e *Engine) Prepare(ctx context.Context, cfg vmm.PrepareConfig) (vmm.Prepar
 
 // Attach implements vmm.Engine.
 func (e *Engine) Attach(ctx context.Context, id vmm.Process) (_ vmm.Machine, err error) {
-	p, err := vmproc.Adopt("Firecracker", id)
+	p, err := vmproc.Adopt("Firecracker", id, e.opt.Users)
 	if err != nil {
 		return nil, err
 	}
@@ -256,7 +259,7 @@ func (e *Engine) spawn(s *session, c *command) (err error) {
 		defer rootfs.Close()
 	}
 	start := vmproc.Command{Name: "Firecracker", Binary: e.opt.Binary, Dir: c.dir, Args: []string{"--api-sock", apiSocket, "--id", "forkd",
-		"--log-path", "/proc/self/fd/2", "--level", "Warning"}, Stdout: stdout, User: e.opt.User, Files: append([]*os.File{rootfs, s.state, c.memory}, c.more...)}
+		"--log-path", "/proc/self/fd/2", "--level", "Warning"}, Stdout: stdout, User: e.opt.User, Cell: e.cell, WorkDir: true, Files: append([]*os.File{rootfs, s.state, c.memory}, c.more...)}
 	if e.opt.Serial {
 		if start.Stdin, s.input, err = os.Pipe(); err != nil {
 			return errors.Join(err, output.Close())

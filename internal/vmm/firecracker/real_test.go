@@ -27,7 +27,7 @@ func TestRealProbe(t *testing.T) {
 	if err := probeguest.Accessible(); err != nil {
 		t.Skipf("no KVM: %v", err)
 	}
-	e := New(Options{Binary: firecrackerBinary(t), Bare: true})
+	e := New(Options{Binary: firecrackerBinary(t), Bare: true, Users: testUsers()})
 	begin := time.Now()
 	info, err := e.Probe(t.Context())
 	t.Logf("%+v in %v: %v", info, time.Since(begin), err)

@@ -16,6 +16,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/forkd/forkd/internal/confine"
 	"github.com/forkd/forkd/internal/hostcpu"
 	"github.com/forkd/forkd/internal/vmm"
 	"github.com/forkd/forkd/internal/vmm/vmproc"
@@ -33,9 +34,10 @@ const DefaultBinary = "qemu-system-x86_64"
 
 // Options configure an Engine. The zero value is useful.
 type Options struct {
-	Binary    string // path or name of QEMU; default DefaultBinary
-	Accel     string // AccelAuto (default): KVM if it proves itself, else TCG
-	TBSizeMiB int    // TCG's translation cache; default 32
+	Binary    string         // path or name of QEMU; default DefaultBinary
+	Accel     string         // AccelAuto (default): KVM if it proves itself, else TCG
+	TBSizeMiB int            // TCG's translation cache; default 32
+	Users     *confine.Users // the user ids of monitors that are confined; nil: they are not
 	TSCkHz    func() (uint64, error)
 	KVM       func(ctx context.Context, binary string) error // the KVM self-test; default KVMWorks
 	Log       *slog.Logger
@@ -46,7 +48,8 @@ type Engine struct {
 	opt Options
 
 	mu   sync.Mutex
-	info *vmm.Info // nil until probed
+	info *vmm.Info     // nil until probed
+	cell *confine.Cell // what monitors are confined to; nil: they are not, or not probed yet
 }
 
 var _ vmm.Engine = (*Engine)(nil)
@@ -108,7 +111,10 @@ func (e *Engine) Probe(ctx context.Context) (vmm.Info, error) {
 	if info.TSCkHz, err = e.opt.TSCkHz(); err != nil {
 		return vmm.Info{}, fmt.Errorf("rate of the time stamp counter: %w", err)
 	}
-	info.Features = vmm.Features{Console: true, Files: true, Layers: true, Net: true}
+	if err := e.makeCell(path); err != nil {
+		return vmm.Info{}, fmt.Errorf("%w: %w", err, vmm.ErrUnavailable)
+	}
+	info.Features = vmm.Features{Console: true, Files: true, Layers: true}
 	if f, err := os.OpenFile("/dev/userfaultfd", os.O_RDWR, 0); err == nil {
 		f.Close()
 		info.Features.Live = true
@@ -144,8 +150,8 @@ func (e *Engine) Boot(ctx context.Context, cfg vmm.BootConfig) (vmm.Machine, err
 		return nil, err
 	}
 	var c command
-	s, err := e.start(ctx, cfg.Dir, netNS(cfg.NIC), &c, func(socks sockets) {
-		e.machineArgs(&c, info, cfg.Shape, cfg.Memory, cfg.Rootfs, cfg.NIC, "on", socks)
+	s, err := e.start(ctx, cfg.Dir, &c, func(socks sockets) {
+		e.machineArgs(&c, info, cfg.Shape, cfg.Memory, cfg.Rootfs, "on", socks)
 		c.add("-kernel", fmt.Sprintf("/proc/self/fd/%d", c.inherit(cfg.Kernel)), "-initrd", fmt.Sprintf("/proc/self/fd/%d", c.inherit(cfg.Initramfs)))
 		c.add("-append", cmdline(info, cfg.Cmdline))
 	})
@@ -165,9 +171,9 @@ func (e *Engine) Prepare(ctx context.Context, cfg vmm.PrepareConfig) (vmm.Prepar
 		return nil, err
 	}
 	var c command
-	s, err := e.start(ctx, cfg.Dir, netNS(cfg.NIC), &c, func(socks sockets) {
-		e.machineArgs(&c, info, cfg.Shape, cfg.Memory, cfg.Rootfs, cfg.NIC, "off", socks)
-		c.add("-S", "-incoming", "defer", "-global", "migration.send-configuration=off", "-global", "migration.announce-rounds=0")
+	s, err := e.start(ctx, cfg.Dir, &c, func(socks sockets) {
+		e.machineArgs(&c, info, cfg.Shape, cfg.Memory, cfg.Rootfs, "off", socks)
+		c.add("-S", "-incoming", "defer", "-global", "migration.send-configuration=off")
 		if cfg.UFFD != nil {
 			c.uffd = c.inherit(cfg.UFFD)
 		}
@@ -186,7 +192,7 @@ func (e *Engine) Prepare(ctx context.Context, cfg vmm.PrepareConfig) (vmm.Prepar
 }
 
 // start binds the machine's sockets, runs QEMU and opens its control connection. On an error nothing is left.
-func (e *Engine) start(ctx context.Context, dir string, netNS *os.File, c *command, build func(sockets)) (_ *session, err error) {
+func (e *Engine) start(ctx context.Context, dir string, c *command, build func(sockets)) (_ *session, err error) {
 	var socks sockets
 	for _, l := range []struct {
 		name string
@@ -199,7 +205,7 @@ func (e *Engine) start(ctx context.Context, dir string, netNS *os.File, c *comma
 		defer (*l.f).Close()
 	}
 	build(socks)
-	p, err := vmproc.Start(vmproc.Command{Name: "QEMU", Binary: e.opt.Binary, Dir: dir, Args: c.args, Files: c.files, NetNS: netNS})
+	p, err := vmproc.Start(vmproc.Command{Name: "QEMU", Binary: e.opt.Binary, Dir: dir, Args: c.args, Files: c.files, Cell: e.cell})
 	if err != nil {
 		vmproc.CleanDir(dir)
 		return nil, err
@@ -222,7 +228,7 @@ func (e *Engine) start(ctx context.Context, dir string, netNS *os.File, c *comma
 
 // Attach implements vmm.Engine.
 func (e *Engine) Attach(ctx context.Context, id vmm.Process) (vmm.Machine, error) {
-	p, err := vmproc.Adopt("QEMU", id)
+	p, err := vmproc.Adopt("QEMU", id, e.opt.Users)
 	if err != nil {
 		return nil, err
 	}

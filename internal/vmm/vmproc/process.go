@@ -11,16 +11,14 @@ import (
 	"io"
 	"net"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
 	"sync"
-	"syscall"
 
 	"golang.org/x/sys/unix"
 
-	"github.com/forkd/forkd/internal/netns"
+	"github.com/forkd/forkd/internal/confine"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -39,92 +37,14 @@ type Process struct {
 	Status string      // how it ended; valid when Done is closed
 
 	name   string
-	cmd    *exec.Cmd // nil when an earlier daemon started it
+	child  *os.Process    // nil when an earlier daemon started it
+	users  *confine.Users // that uid goes back to
+	uid    uint32         // of its own; 0: none
 	stderr tail
 	done   chan struct{} // closed when the process has ended and was reaped
 
 	mu    sync.Mutex
 	pidfd int // -1 when the process has ended
-}
-
-// Command is what to start.
-type Command struct {
-	Name   string // of the monitor, for messages: "QEMU"
-	Binary string
-	Dir    string // the machine's run directory
-	Args   []string
-	Stdin  *os.File   // nil: the null device
-	Stdout *os.File   // nil: the null device
-	Files  []*os.File // its descriptors from 3 on
-	User   User       // the zero value: ours
-	NetNS  *os.File   // the network namespace to run in; nil: ours
-}
-
-// User is who a monitor runs as. A user other than root has no capabilities.
-type User struct{ UID, GID uint32 }
-
-// Start runs a monitor.
-func Start(c Command) (*Process, error) {
-	cmd := exec.Command(c.Binary, c.Args...)
-	cmd.Dir = c.Dir // names the machine in /proc/PID/cwd even if we die before the record is written
-	cmd.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C"}
-	cmd.ExtraFiles = c.Files
-	if c.Stdin != nil {
-		cmd.Stdin = c.Stdin
-	}
-	if c.Stdout != nil {
-		cmd.Stdout = c.Stdout
-	}
-	p := &Process{name: c.Name, cmd: cmd, done: make(chan struct{}), pidfd: -1}
-	r, w, err := os.Pipe()
-	if err != nil {
-		return nil, fmt.Errorf("pipe for %s's errors: %w", c.Name, err)
-	}
-	cmd.Stderr = w
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, PidFD: &p.pidfd}
-	if c.User != (User{}) {
-		leave, err := become(cmd, c, w)
-		if err != nil {
-			return nil, errors.Join(err, r.Close(), w.Close())
-		}
-		defer leave()
-	}
-	start := cmd.Start
-	if c.NetNS != nil {
-		start = func() error { return netns.Do(c.NetNS, cmd.Start) }
-	}
-	err = start()
-	w.Close()
-	if err != nil {
-		r.Close()
-		return nil, fmt.Errorf("start %s: %w", c.Binary, err)
-	}
-	p.ID = vmm.Process{PID: cmd.Process.Pid, Dir: c.Dir}
-	// Before it is reaped: until then its number is its own, even if it has ended already.
-	_, p.ID.StartTicks, err = processStat(p.ID.PID)
-	go p.reap(r)
-	if err != nil {
-		p.Kill()
-		return nil, fmt.Errorf("start time of %s: %w", c.Name, err)
-	}
-	return p, nil
-}
-
-// become has a command run as another user, in a directory that is that user's.
-func become(cmd *exec.Cmd, c Command, stderr *os.File) (leave func(), err error) {
-	cmd.SysProcAttr.Credential = &syscall.Credential{Uid: c.User.UID, Gid: c.User.GID, Groups: []uint32{c.User.GID}}
-	for _, chown := range []func(uid, gid int) error{stderr.Chown, func(uid, gid int) error { return os.Chown(c.Dir, uid, gid) }} {
-		if err := chown(int(c.User.UID), int(c.User.GID)); err != nil {
-			return nil, fmt.Errorf("run %s as user %d: %w", c.Name, c.User.UID, err)
-		}
-	}
-	// It gets there although the directories above are not that user's to enter.
-	dir, err := os.Open(c.Dir)
-	if err != nil {
-		return nil, err
-	}
-	cmd.Dir = fmt.Sprintf("/proc/self/fd/%d", dir.Fd())
-	return func() { dir.Close() }, nil
 }
 
 // Done is closed when the process has ended.
@@ -166,11 +86,10 @@ func (p *Process) reap(stderr *os.File) {
 	if p.pidfd >= 0 {
 		waitPidfd(p.pidfd)
 	}
-	err := p.cmd.Wait()
+	state, err := p.child.Wait()
 	<-copied
 	p.release()
-	p.Status = "exit status 0"
-	if err != nil {
+	if p.Status = state.String(); err != nil {
 		p.Status = err.Error()
 	}
 	close(p.done)
@@ -185,8 +104,11 @@ func (p *Process) signal(sig unix.Signal) {
 	}
 }
 
-// release closes the pidfd. Preconditions: the process has ended.
+// release closes the pidfd and gives back what was the process's own. Preconditions: the process has ended.
 func (p *Process) release() {
+	if p.uid != 0 {
+		p.users.Release(p.uid)
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.pidfd >= 0 {
@@ -195,8 +117,8 @@ func (p *Process) release() {
 	}
 }
 
-// Adopt finds a process that an earlier daemon started.
-func Adopt(name string, id vmm.Process) (*Process, error) {
+// Adopt finds a process that an earlier daemon started. The user id that it has of users, which may be nil, is not given to another while it lives.
+func Adopt(name string, id vmm.Process, users *confine.Users) (*Process, error) {
 	fd, err := unix.PidfdOpen(id.PID, 0)
 	if err != nil {
 		return nil, fmt.Errorf("process %d: %w", id.PID, vmm.ErrGone)
@@ -207,7 +129,10 @@ func Adopt(name string, id vmm.Process) (*Process, error) {
 		unix.Close(fd)
 		return nil, fmt.Errorf("process %d is another one now: %w", id.PID, vmm.ErrGone)
 	}
-	p := &Process{ID: id, name: name, pidfd: fd, done: make(chan struct{})}
+	p := &Process{ID: id, name: name, pidfd: fd, done: make(chan struct{}), users: users}
+	if users != nil {
+		p.uid = users.Adopt(id.PID)
+	}
 	go func() {
 		waitPidfd(fd)
 		p.release()

@@ -85,16 +85,16 @@ func TestAdoptRefusesAnotherProcess(t *testing.T) {
 	defer p.Kill()
 	other := p.ID
 	other.StartTicks++
-	if _, err := Adopt("sleep", other); !errors.Is(err, vmm.ErrGone) {
+	if _, err := Adopt("sleep", other, nil); !errors.Is(err, vmm.ErrGone) {
 		t.Errorf("a process of another start time: %v, want ErrGone", err)
 	}
-	a, err := Adopt("sleep", p.ID)
+	a, err := Adopt("sleep", p.ID, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
 	a.Kill()
 	<-p.done
-	if _, err := Adopt("sleep", p.ID); !errors.Is(err, vmm.ErrGone) {
+	if _, err := Adopt("sleep", p.ID, nil); !errors.Is(err, vmm.ErrGone) {
 		t.Errorf("a process that ended: %v, want ErrGone", err)
 	}
 }

@@ -1,0 +1,150 @@
+package vmproc
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/internal/confine"
+	"github.com/forkd/forkd/internal/vmm"
+)
+
+// Command is what to start.
+type Command struct {
+	Name    string // of the monitor, for messages: "QEMU"
+	Binary  string
+	Dir     string // the machine's run directory
+	Args    []string
+	Stdin   *os.File      // nil: the null device
+	Stdout  *os.File      // nil: the null device
+	Files   []*os.File    // its descriptors from 3 on
+	Cell    *confine.Cell // what it is confined to, made for Binary; nil: it is not
+	WorkDir bool          // confined, it works in Dir and may write there; else it doesn't see it
+	User    User          // the zero value: ours; a cell has users of its own
+	NetNS   *os.File      // the network namespace to run in; nil: ours, or one of its own in a cell
+}
+
+// User is who a monitor runs as. A user other than root has no capabilities.
+type User struct{ UID, GID uint32 }
+
+// machineVariable names the machine's directory in the environment of its monitor: that is how a process is found whose start was not recorded.
+const machineVariable = "FORKD_MACHINE"
+
+// Start runs a monitor.
+func Start(c Command) (*Process, error) {
+	p := &Process{name: c.Name, done: make(chan struct{}), pidfd: -1}
+	r, w, err := os.Pipe()
+	if err != nil {
+		return nil, fmt.Errorf("pipe for %s's errors: %w", c.Name, err)
+	}
+	err = c.start(p, w)
+	w.Close()
+	if err != nil {
+		r.Close()
+		return nil, err
+	}
+	p.ID = vmm.Process{PID: p.child.Pid, Dir: c.Dir, Confinement: string(c.level())}
+	// Before it is reaped: until then its number is its own, even if it has ended already.
+	_, p.ID.StartTicks, err = processStat(p.ID.PID)
+	go p.reap(r)
+	if err != nil {
+		p.Kill()
+		return nil, fmt.Errorf("start time of %s: %w", c.Name, err)
+	}
+	return p, nil
+}
+
+// level is how far the process is confined.
+func (c Command) level() confine.Level {
+	switch {
+	case c.Cell != nil:
+		return confine.Full
+	case c.User != (User{}) || os.Geteuid() != 0:
+		return confine.User
+	}
+	return confine.None
+}
+
+// start starts the process, in a cell or as it is.
+func (c Command) start(p *Process, stderr *os.File) (err error) {
+	null, err := os.OpenFile(os.DevNull, os.O_RDWR, 0)
+	if err != nil {
+		return err
+	}
+	defer null.Close()
+	files := append([]*os.File{null, null, stderr}, c.Files...)
+	if c.Stdin != nil {
+		files[0] = c.Stdin
+	}
+	if c.Stdout != nil {
+		files[1] = c.Stdout
+	}
+	env := []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C", machineVariable + "=" + c.Dir}
+	if c.Cell == nil {
+		p.child, err = c.startOpen(env, files, &p.pidfd)
+		return err
+	}
+	start := confine.Command{Args: c.Args, Env: env, Files: files, NetNS: c.NetNS, PidFD: &p.pidfd}
+	if c.WorkDir {
+		start.Dir = c.Dir
+	}
+	p.users = c.Cell.Users()
+	p.child, p.uid, err = c.Cell.Start(start)
+	return err
+}
+
+// startOpen starts the process without a cell.
+func (c Command) startOpen(env []string, files []*os.File, pidfd *int) (*os.Process, error) {
+	binary, err := exec.LookPath(c.Binary)
+	if err != nil {
+		return nil, fmt.Errorf("start %s: %w", c.Binary, err)
+	}
+	attr := &os.ProcAttr{Dir: c.Dir, Env: env, Files: files, Sys: &syscall.SysProcAttr{Setsid: true, PidFD: pidfd}}
+	if c.User != (User{}) {
+		leave, err := become(attr, c)
+		if err != nil {
+			return nil, err
+		}
+		defer leave()
+	}
+	var child *os.Process
+	start := func() (err error) {
+		child, err = os.StartProcess(binary, append([]string{c.Binary}, c.Args...), attr)
+		return err
+	}
+	if c.NetNS != nil {
+		err = confine.OnThread(func() error {
+			if err := unix.Setns(int(c.NetNS.Fd()), unix.CLONE_NEWNET); err != nil {
+				return fmt.Errorf("network namespace: %w", err)
+			}
+			return start()
+		})
+	} else {
+		err = start()
+	}
+	if err != nil {
+		return nil, fmt.Errorf("start %s: %w", c.Binary, err)
+	}
+	return child, nil
+}
+
+// become has a command run as another user, in a directory that is that user's.
+func become(attr *os.ProcAttr, c Command) (leave func(), err error) {
+	attr.Sys.Credential = &syscall.Credential{Uid: c.User.UID, Gid: c.User.GID, Groups: []uint32{c.User.GID}}
+	stderr := attr.Files[2]
+	for _, chown := range []func(uid, gid int) error{stderr.Chown, func(uid, gid int) error { return os.Chown(c.Dir, uid, gid) }} {
+		if err := chown(int(c.User.UID), int(c.User.GID)); err != nil {
+			return nil, fmt.Errorf("run %s as user %d: %w", c.Name, c.User.UID, err)
+		}
+	}
+	// It gets there although the directories above are not that user's to enter.
+	dir, err := os.Open(c.Dir)
+	if err != nil {
+		return nil, err
+	}
+	attr.Dir = fmt.Sprintf("/proc/self/fd/%d", dir.Fd())
+	return func() { dir.Close() }, nil
+}
