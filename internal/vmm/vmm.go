@@ -141,8 +141,18 @@ type Process struct {
 
 // Shape is the hardware of a machine. A child must have the shape of its snapshot.
 type Shape struct {
-	MemMiB int `json:"mem_mib"`
-	VCPUs  int `json:"vcpus"`
+	MemMiB int  `json:"mem_mib"`
+	VCPUs  int  `json:"vcpus"`
+	Net    bool `json:"net,omitempty"` // has a network device, with the address GuestMAC
+}
+
+// GuestMAC is the address of every machine's network device, which a snapshot has in its memory: each machine is in a network of its own.
+const GuestMAC = "02:f0:4b:d0:00:02"
+
+// NIC is what a machine's network device is plugged into.
+type NIC struct {
+	Tap   *os.File // an open tap, which the monitor inherits
+	NetNS *os.File // the network namespace that the monitor runs in
 }
 
 // Check refuses what monitors would refuse less legibly, and memory that is not what the shape says: a machine over a shorter file would die
@@ -173,6 +183,7 @@ type BootConfig struct {
 	Initramfs *os.File
 	Rootfs    *os.File // read-only root file system image
 	Cmdline   []string // words appended to the engine's own kernel command line
+	NIC       *NIC     // nil: a network device, if Shape has one, is not plugged in
 }
 
 // PrepareConfig describes a child before its device state is loaded.
@@ -183,6 +194,7 @@ type PrepareConfig struct {
 	Layers []*os.File // inherited too, so that internal/memory can map their extents: Prepared.Process().LayerFDs gives their numbers
 	Rootfs *os.File
 	UFFD   *os.File // an open /dev/userfaultfd to inherit, or nil
+	NIC    *NIC     // as for a parent
 }
 
 // Info is what an engine is on this host. A snapshot's manifest keeps the one it was made with; every field but Features and
@@ -208,6 +220,7 @@ type Features struct {
 	Files   bool // Prepared monitors and machines implement FileReceiver
 	Layers  bool // layers may be mapped over a monitor's memory: over a Prepared one's, unless LayersLoaded
 	Live    bool // the monitor's memory can be write-protected from outside (live branch)
+	Net     bool // machines may have a network device
 
 	// LayersLoaded: a Prepared monitor has no guest memory yet. Layers are mapped over the machine that Load returns, before it runs.
 	LayersLoaded bool

@@ -101,13 +101,5 @@ func loopbackUp() error {
 		return os.NewSyscallError("socket", err)
 	}
 	defer unix.Close(fd)
-	req, err := unix.NewIfreq("lo")
-	if err != nil {
-		return err
-	}
-	if err := unix.IoctlIfreq(fd, unix.SIOCGIFFLAGS, req); err != nil {
-		return os.NewSyscallError("SIOCGIFFLAGS", err)
-	}
-	req.SetUint16(req.Uint16() | unix.IFF_UP)
-	return os.NewSyscallError("SIOCSIFFLAGS", unix.IoctlIfreq(fd, unix.SIOCSIFFLAGS, req))
+	return linkUp(fd, "lo")
 }

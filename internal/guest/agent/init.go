@@ -82,6 +82,9 @@ func boot() (transport, error) {
 	for _, problem := range finishRoot() {
 		console(problem)
 	}
+	if err := setupNetwork(words.value("forkd.net", "")); err != nil {
+		return nil, errors.New("can't set up the network: " + err.Error())
+	}
 	return findChannel(ev)
 }
 

@@ -45,7 +45,7 @@ func (c *command) inherit(f *os.File) int {
 type sockets struct{ qmp, state, control, data *os.File }
 
 // machineArgs is what a parent and its children have in common: the hardware, down to the order of devices.
-func (e *Engine) machineArgs(c *command, info vmm.Info, shape vmm.Shape, memory, rootfs *os.File, share string, s sockets) {
+func (e *Engine) machineArgs(c *command, info vmm.Info, shape vmm.Shape, memory, rootfs *os.File, nic *vmm.NIC, share string, s sockets) {
 	machine := microvm
 	if info.Accel == AccelKVM {
 		// Without a clock chip the guest asks a port that says "not yet" for a second, 10,000 times. That costs an exit each, and minutes
@@ -69,6 +69,33 @@ func (e *Engine) machineArgs(c *command, info vmm.Info, shape vmm.Shape, memory,
 	c.add("-device", fmt.Sprintf("virtserialport,chardev=data,name=forkd.%d", vmm.PortData))
 	c.add("-blockdev", fmt.Sprintf("driver=file,node-name=root,filename=/proc/self/fd/%d,read-only=on,locking=off,cache.direct=off", c.inherit(rootfs)))
 	c.add("-device", "virtio-blk-device,drive=root")
+	if shape.Net {
+		c.addNIC(nic)
+	}
+}
+
+// nicOff are the powers that a network device does without. What a guest's driver agreed on is in a snapshot, so children must have exactly the
+// same, whatever their tap can do. Without offloads a host's kernel has no segment sizes and checksums of untrusted guests to believe, and
+// without announcements a child that was just loaded is not woken to send some.
+const nicOff = "csum=off,gso=off,guest_csum=off,guest_tso4=off,guest_tso6=off,guest_ecn=off,guest_ufo=off,host_tso4=off,host_tso6=off,host_ecn=off," +
+	"host_ufo=off,mrg_rxbuf=off,ctrl_vq=off,ctrl_rx=off,ctrl_vlan=off,ctrl_rx_extra=off,ctrl_mac_addr=off,ctrl_guest_offloads=off,guest_announce=off,mq=off,rss=off"
+
+// addNIC adds a network device, last of all: it is not there in older snapshots. One that is not plugged in is the same to its guest.
+func (c *command) addNIC(nic *vmm.NIC) {
+	device := "virtio-net-device,mac=" + vmm.GuestMAC + "," + nicOff
+	if nic != nil {
+		c.add("-netdev", fmt.Sprintf("tap,id=net,fd=%d,vhost=off", c.inherit(nic.Tap)))
+		device += ",netdev=net"
+	}
+	c.add("-device", device)
+}
+
+// netNS is the network namespace that a monitor runs in; nil: ours.
+func netNS(nic *vmm.NIC) *os.File {
+	if nic == nil {
+		return nil
+	}
+	return nic.NetNS
 }
 
 func (e *Engine) accelArg(accel string) string {

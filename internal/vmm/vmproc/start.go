@@ -6,9 +6,8 @@ import (
 	"os/exec"
 	"syscall"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/forkd/forkd/internal/confine"
+	"github.com/forkd/forkd/internal/netns"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -116,12 +115,7 @@ func (c Command) startOpen(env []string, files []*os.File, pidfd *int) (*os.Proc
 		return err
 	}
 	if c.NetNS != nil {
-		err = confine.OnThread(func() error {
-			if err := unix.Setns(int(c.NetNS.Fd()), unix.CLONE_NEWNET); err != nil {
-				return fmt.Errorf("network namespace: %w", err)
-			}
-			return start()
-		})
+		err = netns.Do(c.NetNS, start)
 	} else {
 		err = start()
 	}
