@@ -93,6 +93,48 @@ func (e ForkRequestPath) Valid() bool {
 	}
 }
 
+// Defines values for KeyInfoStatus.
+const (
+	KeyInfoStatusExpired KeyInfoStatus = "expired"
+	KeyInfoStatusRevoked KeyInfoStatus = "revoked"
+	KeyInfoStatusValid   KeyInfoStatus = "valid"
+)
+
+// Valid indicates whether the value is a known member of the KeyInfoStatus enum.
+func (e KeyInfoStatus) Valid() bool {
+	switch e {
+	case KeyInfoStatusExpired:
+		return true
+	case KeyInfoStatusRevoked:
+		return true
+	case KeyInfoStatusValid:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for KeyScope.
+const (
+	KeyScopeAdmin KeyScope = "admin"
+	KeyScopeRead  KeyScope = "read"
+	KeyScopeRun   KeyScope = "run"
+)
+
+// Valid indicates whether the value is a known member of the KeyScope enum.
+func (e KeyScope) Valid() bool {
+	switch e {
+	case KeyScopeAdmin:
+		return true
+	case KeyScopeRead:
+		return true
+	case KeyScopeRun:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for ProgressEventEvent.
 const (
 	ProgressEventEventDone     ProgressEventEvent = "done"
@@ -300,10 +342,11 @@ type Encoding string
 type Error struct {
 	// Code Stable, for programs. More may be added.
 	// * 400 invalid_argument, invalid_tag; 401 unauthorized; 403 forbidden, untrusted_pack
-	// * 404 snapshot_not_found, sandbox_not_found, image_not_found, not_found; 405 method_not_allowed
-	// * 409 snapshot_exists, image_exists, sandbox_exists, snapshot_in_use, image_in_use, invalid_state
+	// * 404 snapshot_not_found, sandbox_not_found, image_not_found, key_not_found, not_found; 405 method_not_allowed
+	// * 409 snapshot_exists, image_exists, sandbox_exists, key_exists, snapshot_in_use, image_in_use, invalid_state
 	// * 410 sandbox_gone; 413 body_too_large
 	// * 422 no_interpreter, warm_up_failed, snapshot_corrupt, snapshot_incompatible, invalid_pack, idempotency_key_reused
+	// * 429 rate_limited, quota_exceeded
 	// * 500 identity_failed, internal; 502 guest_unreachable
 	// * 503 insufficient_memory, queue_full, too_many_branches, shutting_down, engine_unavailable
 	// * 504 timeout; 507 disk_full
@@ -321,7 +364,7 @@ type Error struct {
 	// RequestID The X-Request-Id, as in the daemon's log.
 	RequestID string `json:"request_id,omitempty"`
 
-	// RetryAfterSecs Seconds to wait before a retry, with 503.
+	// RetryAfterSecs Seconds to wait before a retry, with 503 and 429.
 	RetryAfterSecs int `json:"retry_after_secs,omitempty"`
 }
 
@@ -552,6 +595,9 @@ type ImageInfo struct {
 	Name     string   `json:"name"`
 	Packages []string `json:"packages"`
 
+	// Public Whether all tenants may use it.
+	Public bool `json:"public,omitempty"`
+
 	// Python Whether it has an interpreter for eval.
 	Python      bool  `json:"python"`
 	RootfsBytes int64 `json:"rootfs_bytes"`
@@ -560,8 +606,77 @@ type ImageInfo struct {
 	Suite string `json:"suite"`
 }
 
+// KeyInfo defines model for KeyInfo.
+type KeyInfo struct {
+	Burst         int   `json:"burst,omitempty"`
+	CreatedAtUnix int64 `json:"created_at_unix"`
+
+	// ExpiresAtUnix Absent when it never does.
+	ExpiresAtUnix int64 `json:"expires_at_unix,omitempty"`
+
+	// ID The part of the key that is no secret: fk_ID_…
+	ID string `json:"id"`
+
+	// MaxSandboxes Sandboxes that may live that it started; absent: as many as its tenant may have.
+	MaxSandboxes int    `json:"max_sandboxes,omitempty"`
+	Name         string `json:"name"`
+
+	// RatePerSec Requests a second; absent: the daemon's own limit.
+	RatePerSec    float64 `json:"rate_per_sec,omitempty"`
+	RevokedAtUnix int64   `json:"revoked_at_unix,omitempty"`
+
+	// Scope * read: look.
+	// * run: also start, use and end sandboxes, make and delete snapshots.
+	// * admin: also the tenant's keys, pools and packs; with the default tenant the host's images and what all share.
+	Scope  KeyScope      `json:"scope"`
+	Status KeyInfoStatus `json:"status"`
+	Tenant string        `json:"tenant"`
+}
+
+// KeyInfoStatus defines model for KeyInfo.Status.
+type KeyInfoStatus string
+
+// KeyRequest defines model for KeyRequest.
+type KeyRequest struct {
+	// Burst Requests at once; 0: two seconds' worth.
+	Burst int `json:"burst,omitempty"`
+
+	// ExpiresAtUnix 0: never.
+	ExpiresAtUnix int64 `json:"expires_at_unix,omitempty"`
+
+	// MaxSandboxes Sandboxes that may live that it started; 0: as many as its tenant may have.
+	MaxSandboxes int `json:"max_sandboxes,omitempty"`
+
+	// Name Unique among the tenant's keys that are not revoked.
+	Name string `json:"name"`
+
+	// RatePerSec Requests a second; 0: the daemon's own limit.
+	RatePerSec float64 `json:"rate_per_sec,omitempty"`
+
+	// Scope * read: look.
+	// * run: also start, use and end sandboxes, make and delete snapshots.
+	// * admin: also the tenant's keys, pools and packs; with the default tenant the host's images and what all share.
+	Scope KeyScope `json:"scope"`
+
+	// Tenant Empty: one's own.
+	Tenant string `json:"tenant,omitempty"`
+}
+
+// KeyScope * read: look.
+// * run: also start, use and end sandboxes, make and delete snapshots.
+// * admin: also the tenant's keys, pools and packs; with the default tenant the host's images and what all share.
+type KeyScope string
+
 // Name defines model for Name.
 type Name = string
+
+// NewKey defines model for NewKey.
+type NewKey struct {
+	Key KeyInfo `json:"key"`
+
+	// Token To be sent as a bearer token. It can't be shown again.
+	Token string `json:"token"`
+}
 
 // PingResult defines model for PingResult.
 type PingResult struct {
@@ -664,6 +779,9 @@ type SandboxInfo struct {
 
 	// SuspendedAtUnix Only while it is suspended.
 	SuspendedAtUnix int64 `json:"suspended_at_unix,omitempty"`
+
+	// Tenant Whose it is.
+	Tenant string `json:"tenant,omitempty"`
 }
 
 // SandboxInfoState defines model for SandboxInfo.State.
@@ -685,6 +803,11 @@ type SandboxStats struct {
 	RSSKiB int64 `json:"rss_kib"`
 }
 
+// SharingRequest defines model for SharingRequest.
+type SharingRequest struct {
+	Public bool `json:"public"`
+}
+
 // SnapshotDetail defines model for SnapshotDetail.
 type SnapshotDetail struct {
 	Accel string `json:"accel"`
@@ -701,29 +824,35 @@ type SnapshotDetail struct {
 	CreatedAtUnix int64  `json:"created_at_unix"`
 
 	// Dependents Snapshots that rest on it.
-	Dependents          []string             `json:"dependents"`
-	DiffLogicalBytes    int64                `json:"diff_logical_bytes,omitempty"`
-	DiffMS              float64              `json:"diff_ms,omitempty"`
-	DiffPhysicalBytes   int64                `json:"diff_physical_bytes,omitempty"`
-	Dir                 string               `json:"dir"`
-	Engine              string               `json:"engine"`
-	EngineVersion       string               `json:"engine_version"`
-	ID                  string               `json:"id"`
-	Image               string               `json:"image"`
-	MemMiB              int                  `json:"mem_mib"`
-	MemoryLogicalBytes  int64                `json:"memory_logical_bytes"`
-	MemoryPhysicalBytes int64                `json:"memory_physical_bytes"`
-	ParentContentHash   *string              `json:"parent_content_hash"`
-	ParentTag           *string              `json:"parent_tag"`
-	PauseMS             float64              `json:"pause_ms,omitempty"`
-	Pool                PoolStatus           `json:"pool"`
-	Python              bool                 `json:"python"`
-	Resident            bool                 `json:"resident"`
-	Status              SnapshotDetailStatus `json:"status"`
-	Tag                 string               `json:"tag"`
-	VCPUs               int                  `json:"vcpus"`
-	VmstateBytes        int64                `json:"vmstate_bytes"`
-	Warning             string               `json:"warning,omitempty"`
+	Dependents          []string   `json:"dependents"`
+	DiffLogicalBytes    int64      `json:"diff_logical_bytes,omitempty"`
+	DiffMS              float64    `json:"diff_ms,omitempty"`
+	DiffPhysicalBytes   int64      `json:"diff_physical_bytes,omitempty"`
+	Dir                 string     `json:"dir"`
+	Engine              string     `json:"engine"`
+	EngineVersion       string     `json:"engine_version"`
+	ID                  string     `json:"id"`
+	Image               string     `json:"image"`
+	MemMiB              int        `json:"mem_mib"`
+	MemoryLogicalBytes  int64      `json:"memory_logical_bytes"`
+	MemoryPhysicalBytes int64      `json:"memory_physical_bytes"`
+	ParentContentHash   *string    `json:"parent_content_hash"`
+	ParentTag           *string    `json:"parent_tag"`
+	PauseMS             float64    `json:"pause_ms,omitempty"`
+	Pool                PoolStatus `json:"pool"`
+
+	// Public Whether all tenants may fork it.
+	Public   bool                 `json:"public,omitempty"`
+	Python   bool                 `json:"python"`
+	Resident bool                 `json:"resident"`
+	Status   SnapshotDetailStatus `json:"status"`
+	Tag      string               `json:"tag"`
+
+	// Tenant Whose it is.
+	Tenant       string `json:"tenant,omitempty"`
+	VCPUs        int    `json:"vcpus"`
+	VmstateBytes int64  `json:"vmstate_bytes"`
+	Warning      string `json:"warning,omitempty"`
 }
 
 // SnapshotDetailStatus defines model for SnapshotDetail.Status.
@@ -766,15 +895,21 @@ type SnapshotInfo struct {
 	PauseMS float64    `json:"pause_ms,omitempty"`
 	Pool    PoolStatus `json:"pool"`
 
+	// Public Whether all tenants may fork it.
+	Public bool `json:"public,omitempty"`
+
 	// Python Whether eval works.
 	Python bool `json:"python"`
 
 	// Resident Whether its memory is loaded.
-	Resident     bool               `json:"resident"`
-	Status       SnapshotInfoStatus `json:"status"`
-	Tag          string             `json:"tag"`
-	VCPUs        int                `json:"vcpus"`
-	VmstateBytes int64              `json:"vmstate_bytes"`
+	Resident bool               `json:"resident"`
+	Status   SnapshotInfoStatus `json:"status"`
+	Tag      string             `json:"tag"`
+
+	// Tenant Whose it is.
+	Tenant       string `json:"tenant,omitempty"`
+	VCPUs        int    `json:"vcpus"`
+	VmstateBytes int64  `json:"vmstate_bytes"`
 
 	// Warning Why it can't be forked or was not branched the way that was asked for.
 	Warning string `json:"warning,omitempty"`
@@ -1037,6 +1172,12 @@ type CreateWorkspaceParams struct {
 // BuildImageJSONRequestBody defines body for BuildImage for application/json ContentType.
 type BuildImageJSONRequestBody = ImageBuildRequest
 
+// ShareImageJSONRequestBody defines body for ShareImage for application/json ContentType.
+type ShareImageJSONRequestBody = SharingRequest
+
+// CreateKeyJSONRequestBody defines body for CreateKey for application/json ContentType.
+type CreateKeyJSONRequestBody = KeyRequest
+
 // ForkJSONRequestBody defines body for Fork for application/json ContentType.
 type ForkJSONRequestBody = ForkRequest
 
@@ -1066,6 +1207,9 @@ type DiffSnapshotJSONRequestBody = DiffRequest
 
 // SetPoolJSONRequestBody defines body for SetPool for application/json ContentType.
 type SetPoolJSONRequestBody = PoolRequest
+
+// ShareSnapshotJSONRequestBody defines body for ShareSnapshot for application/json ContentType.
+type ShareSnapshotJSONRequestBody = SharingRequest
 
 // CreateWorkspaceJSONRequestBody defines body for CreateWorkspace for application/json ContentType.
 type CreateWorkspaceJSONRequestBody = WorkspaceRequest

@@ -58,6 +58,7 @@ type cli struct {
 	SnapshotCompact snapshotCompactCmd `cmd:"" group:"snapshots" help:"Store a snapshot anew so that it rests on no other."`
 	SnapshotVerify  snapshotVerifyCmd  `cmd:"" group:"snapshots" help:"Hash a snapshot's files again and compare."`
 	Tree            treeCmd            `cmd:"" group:"snapshots" help:"Show what rests on what."`
+	SnapshotShare   snapshotShareCmd   `cmd:"" group:"snapshots" help:"Let all tenants fork snapshots."`
 	Rmi             rmiCmd             `cmd:"" group:"snapshots" help:"Delete snapshots."`
 	Pool            poolCmd            `cmd:"" group:"snapshots" help:"Show or set how many children of a snapshot are kept ready."`
 
@@ -69,6 +70,7 @@ type cli struct {
 	Doctor     doctorCmd     `cmd:"" group:"daemon" help:"Find out whether this machine can run forkd, and what mends it."`
 	Version    versionCmd    `cmd:"" group:"daemon" help:"Show the versions of this program and of the daemon."`
 	Events     eventsCmd     `cmd:"" group:"daemon" help:"Show what changes, as it changes."`
+	Key        keyCmd        `cmd:"" group:"daemon" help:"Make and revoke API keys."`
 	Audit      auditCmd      `cmd:"" group:"daemon" help:"Work with the record of requests."`
 	Cleanup    cleanupCmd    `cmd:"" group:"daemon" help:"Remove what a dead daemon left."`
 	Demo       demoCmd       `cmd:"" group:"daemon" help:"Show what forkd does, from an image to forks, with a daemon of its own."`

@@ -85,7 +85,8 @@ func (c *serveCmd) serve(p *program, d *daemon, token string, unixListener, tcpL
 		defer close(probed)
 		logEngine(p.ctx, d.engine, log)
 	}()
-	srv := server.New(server.Config{Service: d.manager, Images: d.images, Packs: d.packs, Events: d.events, Audit: d.audit, Version: ownVersion(), Token: token, Log: log.With("part", "server")})
+	srv := server.New(server.Config{Service: d.manager, Images: d.images, Packs: d.packs, Events: d.events, Audit: d.audit, Version: ownVersion(), Token: token,
+		Keys: d.keys, KeyRate: c.keyLimit(), Log: log.With("part", "server")})
 	tcp := ""
 	if tcpListener != nil {
 		tcp = tcpListener.Addr().String()

@@ -17,6 +17,7 @@ import (
 	"github.com/forkd/forkd/internal/failpoint"
 	"github.com/forkd/forkd/internal/image"
 	"github.com/forkd/forkd/internal/image/agentbin"
+	"github.com/forkd/forkd/internal/keys"
 	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/sandbox"
 	"github.com/forkd/forkd/internal/server"
@@ -86,7 +87,15 @@ type daemonFlags struct {
 	Compress        bool   `help:"Compress the memory of new snapshots: less disk, more time to freeze and to load."`
 	MaxLaunches     int    `placeholder:"N" help:"Machines that are started at the same time; the others wait. Default: the number of CPUs."`
 	MaxBranches     int    `placeholder:"N" help:"Running sandboxes that are frozen at the same time; the others wait. Default: twice the number of CPUs."`
+
+	MaxSandboxes       int     `placeholder:"N" help:"Sandboxes that may be there in all, suspended ones too. Default: no limit but memory."`
+	MaxTenantSandboxes int     `placeholder:"N" help:"Sandboxes that each tenant may have. Default: no limit of its own."`
+	KeyRate            float64 `placeholder:"R" help:"Requests a second that each key may make, unless it was made with a rate of its own. Default: no limit."`
+	KeyBurst           int     `placeholder:"N" help:"Requests that it may make at once. Default: two seconds' worth."`
 }
+
+// keyLimit is the limit of keys that have none of their own.
+func (f *daemonFlags) keyLimit() keys.Limit { return keys.Limit{Rate: f.KeyRate, Burst: f.KeyBurst} }
 
 // fillDefaults decides where things are: system directories for root, the user's own for others.
 func (f *daemonFlags) fillDefaults(getenv func(string) string) error {
@@ -129,6 +138,7 @@ type daemon struct {
 	packs   *transfer.Service
 	events  *server.Events
 	audit   *audit.Log
+	keys    *keys.Ring
 	closers []func() error // in the order of opening
 }
 
@@ -169,14 +179,19 @@ func (p *program) openDaemon(f *daemonFlags, log *slog.Logger, killAll bool) (_ 
 	d.closers = append(d.closers, d.audit.Close)
 	d.manager, err = sandbox.New(sandbox.Config{
 		Engine: d.engine, Images: st.images, Snapshots: st.snapshots, Memory: memory.NewCache(residentBudget(f)), DB: st.db, RunDir: f.RunDir,
-		Limits: sandbox.Limits{Launches: f.MaxLaunches, MaxBranches: f.MaxBranches, MemoryBudget: f.MemoryBudgetMiB << 20},
-		Log:    log.With("part", "sandbox"), Events: d.events.Publish, KillOnShutdown: killAll, Failpoints: points,
+		Limits: sandbox.Limits{Launches: f.MaxLaunches, MaxBranches: f.MaxBranches, MemoryBudget: f.MemoryBudgetMiB << 20,
+			MaxSandboxes: f.MaxSandboxes, MaxTenantSandboxes: f.MaxTenantSandboxes},
+		Log: log.With("part", "sandbox"), Events: d.events.Publish, KillOnShutdown: killAll, Failpoints: points,
 	})
 	if err != nil {
 		return nil, err
 	}
 	d.packs = transfer.New(transfer.Config{Snapshots: st.snapshots, Images: st.images, Domain: d.manager, Failpoints: points})
-	d.images = &imageService{Store: st.images, packs: d.packs, agentErr: agentErr}
+	d.images = &imageService{store: st.images, db: st.db, packs: d.packs, agentErr: agentErr}
+	d.keys, err = keys.Open(p.ctx, st.db, f.keyLimit())
+	if err != nil {
+		return nil, err
+	}
 	return d, nil
 }
 
@@ -259,26 +274,3 @@ func (d *daemon) close() error {
 	d.closers = nil
 	return errors.Join(errs...)
 }
-
-// imageService is the image store as the server wants it: who uses an image is known to others.
-type imageService struct {
-	*image.Store
-	packs    *transfer.Service
-	agentErr error // why there is no agent to put into images
-}
-
-// Build implements server.Images.
-func (s *imageService) Build(ctx context.Context, spec image.BuildSpec, progress func(image.Progress)) (image.Image, error) {
-	if s.agentErr != nil {
-		return image.Image{}, fmt.Errorf("build image %s: %w", spec.Name, s.agentErr)
-	}
-	return s.Store.Build(ctx, spec, progress)
-}
-
-// Remove implements server.Images.
-func (s *imageService) Remove(_ context.Context, nameOrID string) error {
-	return s.packs.RemoveImage(nameOrID)
-}
-
-// Prune implements server.Images.
-func (s *imageService) Prune(context.Context) ([]image.Image, error) { return s.packs.PruneImages() }

@@ -29,6 +29,7 @@ func (s State) canBecome(to State) bool { return slices.Contains(moves[s], to) }
 // box is a sandbox that lives.
 type box struct {
 	id     string
+	tenant string // whose it is
 	frozen *frozen
 
 	life context.Context // ends when the sandbox starts to end; its cause is an *Error
@@ -50,7 +51,7 @@ type box struct {
 }
 
 func newBox(f *frozen, rec store.Sandbox) *box {
-	b := &box{id: rec.ID, frozen: f, rec: rec, gone: make(chan struct{}), freeze: make(chan struct{}, 1)}
+	b := &box{id: rec.ID, tenant: rec.Tenant, frozen: f, rec: rec, gone: make(chan struct{}), freeze: make(chan struct{}, 1)}
 	b.life, b.end = context.WithCancelCause(context.Background())
 	return b
 }
@@ -76,6 +77,7 @@ func viewOf(r store.Sandbox) Sandbox {
 		GuestAddr: r.GuestAddr, Netns: r.Netns, MemoryLimitMiB: r.MemoryLimitMiB, Path: r.Path, BranchCount: r.BranchCount,
 		Reason: r.Reason, ReadyIn: r.ReadyIn,
 		Name: r.Name, AutoSuspend: r.AutoSuspend, AutoResume: r.AutoResume, SuspendedAt: r.SuspendedAt,
+		Tenant: r.Tenant, Secrets: slices.Clone(r.Secrets),
 	}
 	if r.EndedAt.IsZero() {
 		s.PID = r.Process.PID
@@ -95,6 +97,8 @@ func (b *box) letGo() error {
 
 // record persists a sandbox that is about to be started and makes it visible.
 func (m *Manager) record(ctx context.Context, f *frozen, rec store.Sandbox) (*box, error) {
+	who := callerOf(ctx)
+	rec.Tenant, rec.KeyID = who.Tenant, who.KeyID
 	rec.SnapshotID, rec.SnapshotTag, rec.State, rec.CreatedAt = f.id, f.tag, string(StateStarting), time.Now()
 	m.mu.Lock()
 	if a := anchorLocked(f); a != nil {
@@ -142,7 +146,7 @@ func (m *Manager) commit(ctx context.Context, b *box, c *child, readyIn, timeout
 	b.child = c
 	b.mu.Unlock()
 	c.grant.settle()
-	m.emit(Event{Kind: EventSandboxState, SandboxID: b.id, Tag: b.frozen.tag, State: StateRunning})
+	m.emit(Event{Kind: EventSandboxState, Tenant: b.tenant, SandboxID: b.id, Tag: b.frozen.tag, State: StateRunning})
 	m.watch(b, c) // from here on it may end at any moment
 	return nil
 }
@@ -229,7 +233,8 @@ func (m *Manager) finish(b *box, how ending) error {
 	m.mu.Lock()
 	delete(m.boxes, b.id)
 	m.mu.Unlock()
-	m.emit(Event{Kind: EventSandboxState, SandboxID: b.id, Tag: b.frozen.tag, State: how.state, Reason: how.reason})
+	m.census.add(b.tenant, b.rec.KeyID, -1)
+	m.emit(Event{Kind: EventSandboxState, Tenant: b.tenant, SandboxID: b.id, Tag: b.frozen.tag, State: how.state, Reason: how.reason})
 	return err
 }
 

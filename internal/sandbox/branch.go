@@ -195,7 +195,7 @@ func (j *branch) run(ctx context.Context, resumed func()) error {
 		return err
 	}
 	j.m.unuse(j.frozen)
-	j.m.emit(Event{Kind: EventSnapshotReady, Tag: j.frozen.tag, SandboxID: j.box.id})
+	j.m.emit(Event{Kind: EventSnapshotReady, Tenant: j.frozen.tenant, Tag: j.frozen.tag, SandboxID: j.box.id})
 	return nil
 }
 
@@ -229,7 +229,7 @@ func (j *branch) fail(why error) {
 	m.warn(j.undo.run(), "unwind a branch", f.tag)
 	f.live.finish(why)
 	m.unuse(f)
-	m.emit(Event{Kind: EventSnapshotFailed, Tag: f.tag, SandboxID: j.box.id, Reason: why.Error()})
+	m.emit(Event{Kind: EventSnapshotFailed, Tenant: f.tenant, Tag: f.tag, SandboxID: j.box.id, Reason: why.Error()})
 }
 
 // finish says that the snapshot is on disk, or why it never will be.
@@ -249,16 +249,16 @@ const maxTombs = 100
 func (m *Manager) entomb(f *frozen, why error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.frozen[f.tag] != nil {
+	if m.frozen[f.key()] != nil {
 		return // the tag is in use again
 	}
-	if _, again := m.tombs[f.tag]; !again && len(m.tombs) >= maxTombs {
+	if _, again := m.tombs[f.key()]; !again && len(m.tombs) >= maxTombs {
 		oldest := slices.MinFunc(slices.Collect(maps.Values(m.tombs)), func(a, b Snapshot) int { return a.CreatedAt.Compare(b.CreatedAt) })
-		delete(m.tombs, oldest.Tag)
+		delete(m.tombs, tagKey(oldest.Tenant, oldest.Tag))
 	}
-	s := m.viewLocked(f)
+	s := m.viewLocked(Caller{Tenant: f.tenant}, f)
 	s.Status, s.Warning = StatusFailed, errorText(why)
-	m.tombs[f.tag] = s
+	m.tombs[f.key()] = s
 }
 
 // errorText is an error with its hint.

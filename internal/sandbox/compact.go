@@ -19,17 +19,17 @@ func (m *Manager) Compact(ctx context.Context, from, to string) (Snapshot, error
 		return Snapshot{}, err
 	}
 	defer done()
-	f, release, err := m.use(from)
+	f, release, err := m.use(ctx, from)
 	if err != nil {
 		return Snapshot{}, err
 	}
 	defer release()
 	if err := m.compact(ctx, f, to); err != nil {
 		m.noteCorrupt(f, err)
-		m.emit(Event{Kind: EventSnapshotFailed, Tag: to, Reason: err.Error()})
+		m.emit(Event{Kind: EventSnapshotFailed, Tenant: callerOf(ctx).Tenant, Tag: to, Reason: err.Error()})
 		return Snapshot{}, fault(err, "compact snapshot %s", from)
 	}
-	m.emit(Event{Kind: EventSnapshotReady, Tag: to})
+	m.emit(Event{Kind: EventSnapshotReady, Tenant: callerOf(ctx).Tenant, Tag: to})
 	return m.Snapshot(ctx, to)
 }
 
@@ -40,7 +40,7 @@ func (m *Manager) compact(ctx context.Context, from *frozen, to string) (err err
 			m.warn(undo.run(), "unwind a compaction", to)
 		}
 	}()
-	f := &frozen{id: newID("sn"), tag: to, image: from.image, imageID: from.imageID, createdAt: time.Now(), status: StatusWriting}
+	f := &frozen{id: newID("sn"), tag: to, tenant: callerOf(ctx).Tenant, secrets: from.secrets, image: from.image, imageID: from.imageID, createdAt: time.Now(), status: StatusWriting}
 	if err := m.enlist(ctx, f, 0, undo); err != nil {
 		return err
 	}

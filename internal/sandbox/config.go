@@ -63,6 +63,9 @@ type Limits struct {
 	MaxVCPUs      int // of a parent; default 8
 	MaxPoolSize   int // default 1000
 
+	MaxSandboxes       int // that live or are suspended; 0: no limit
+	MaxTenantSandboxes int // of one tenant; 0: no limit
+
 	SnapshotTimeout time.Duration // for boot, readiness and warm-up, unless a request says; default 10 min
 	LaunchTimeout   time.Duration // for a child from its turn to its acknowledged identity; default 60 s
 	RecoverTimeout  time.Duration // for a sandbox found at start to answer; default 30 s

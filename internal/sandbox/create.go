@@ -41,6 +41,9 @@ func (m *Manager) CreateSnapshot(ctx context.Context, req SnapshotRequest, tell 
 	}
 	defer done()
 	img, err := m.images.Get(req.Image)
+	if err == nil {
+		err = m.mayUseImage(ctx, img, req.Image)
+	}
 	if err != nil {
 		return Snapshot{}, fault(err, "snapshot %s: image %.80s", req.Tag, req.Image)
 	}
@@ -51,10 +54,10 @@ func (m *Manager) CreateSnapshot(ctx context.Context, req SnapshotRequest, tell 
 		shape: vmm.Shape{MemMiB: cmp.Or(req.MemMiB, m.limits.DefaultMemMiB), VCPUs: cmp.Or(req.VCPUs, 1)}}
 	if err := c.run(ctx); err != nil {
 		m.warn(c.undo.run(), "unwind a snapshot", req.Tag)
-		m.emit(Event{Kind: EventSnapshotFailed, Tag: req.Tag, Reason: err.Error()})
+		m.emit(Event{Kind: EventSnapshotFailed, Tenant: callerOf(ctx).Tenant, Tag: req.Tag, Reason: err.Error()})
 		return Snapshot{}, fault(err, "snapshot %s", req.Tag)
 	}
-	m.emit(Event{Kind: EventSnapshotReady, Tag: req.Tag})
+	m.emit(Event{Kind: EventSnapshotReady, Tenant: callerOf(ctx).Tenant, Tag: req.Tag})
 	return m.Snapshot(ctx, req.Tag)
 }
 
@@ -92,7 +95,7 @@ func (c *creation) run(ctx context.Context) error {
 // claimTag takes the tag, before any work is done: of two who want it one fails at once.
 func (c *creation) claimTag(ctx context.Context) error {
 	m := c.m
-	f := &frozen{id: newID("sn"), tag: c.req.Tag, image: c.req.Image, imageID: c.image.ID, createdAt: time.Now(), status: StatusWriting}
+	f := &frozen{id: newID("sn"), tag: c.req.Tag, tenant: callerOf(ctx).Tenant, image: c.req.Image, imageID: c.image.ID, createdAt: time.Now(), status: StatusWriting}
 	c.frozen = f
 	if err := m.enlist(ctx, f, c.req.PoolSize, c.undo); err != nil {
 		return err

@@ -47,7 +47,7 @@ func (m *Manager) SnapshotDiff(ctx context.Context, req DiffRequest, tell func(P
 		return Snapshot{}, err
 	}
 	defer done()
-	from, release, err := m.use(req.From)
+	from, release, err := m.use(ctx, req.From)
 	if err != nil {
 		return Snapshot{}, err
 	}
@@ -55,13 +55,13 @@ func (m *Manager) SnapshotDiff(ctx context.Context, req DiffRequest, tell func(P
 	if tell == nil {
 		tell = func(Progress) {}
 	}
-	d := newDifference(m, from, req, tell)
+	d := newDifference(m, from, callerOf(ctx), req, tell)
 	if err := d.run(ctx); err != nil {
 		m.warn(d.undo.run(), "unwind a snapshot", req.Tag)
-		m.emit(Event{Kind: EventSnapshotFailed, Tag: req.Tag, Reason: err.Error()})
+		m.emit(Event{Kind: EventSnapshotFailed, Tenant: callerOf(ctx).Tenant, Tag: req.Tag, Reason: err.Error()})
 		return Snapshot{}, fault(err, "snapshot %s", req.Tag)
 	}
-	m.emit(Event{Kind: EventSnapshotReady, Tag: req.Tag})
+	m.emit(Event{Kind: EventSnapshotReady, Tenant: callerOf(ctx).Tenant, Tag: req.Tag})
 	return m.Snapshot(ctx, req.Tag)
 }
 
@@ -71,7 +71,7 @@ type difference struct {
 	from *frozen
 }
 
-func newDifference(m *Manager, from *frozen, req DiffRequest, tell func(Progress)) *difference {
+func newDifference(m *Manager, from *frozen, who Caller, req DiffRequest, tell func(Progress)) *difference {
 	env := map[string]string{}
 	for _, kv := range from.manifest.Recipe.Env {
 		k, v, _ := strings.Cut(kv, "=")
@@ -82,7 +82,7 @@ func newDifference(m *Manager, from *frozen, req DiffRequest, tell func(Progress
 	d := &difference{from: from, creation: creation{m: m, tell: tell, undo: &cleanup{}, shape: man.Shape, python: man.Python,
 		image: image.Image{ID: man.Image.ID, Name: man.Image.Name},
 		req:   SnapshotRequest{Tag: req.Tag, Image: from.image, WarmUp: req.Steps, Timeout: req.Timeout, Env: env}}}
-	d.frozen = &frozen{id: newID("sn"), tag: req.Tag, image: from.image, imageID: from.imageID, createdAt: time.Now(), under: from, status: StatusWriting, parent: from.id}
+	d.frozen = &frozen{id: newID("sn"), tag: req.Tag, tenant: who.Tenant, secrets: from.secrets, image: from.image, imageID: from.imageID, createdAt: time.Now(), under: from, status: StatusWriting, parent: from.id}
 	d.frozen.manifest = man
 	d.frozen.manifest.ID, d.frozen.manifest.CreatedAt, d.frozen.manifest.BranchedFrom = d.frozen.id, d.frozen.createdAt.UTC().Round(0), ""
 	d.frozen.manifest.Recipe.Env = environ(nil, env)

@@ -36,6 +36,8 @@ const (
 	CodeGuestUnreachable     Code = "guest_unreachable"
 	CodeSandboxGone          Code = "sandbox_gone"
 	CodeEngineUnavailable    Code = "engine_unavailable"
+	CodeForbidden            Code = "forbidden"      // somebody else's, who shares it for use only
+	CodeQuotaExceeded        Code = "quota_exceeded" // more sandboxes than the caller may have
 	CodeInternal             Code = "internal"
 )
 

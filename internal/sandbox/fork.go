@@ -22,7 +22,7 @@ func (m *Manager) Fork(ctx context.Context, req ForkRequest) ([]ForkResult, erro
 		return nil, err
 	}
 	defer done()
-	f, release, err := m.useLive(req.Tag)
+	f, release, err := m.useLive(ctx, req.Tag)
 	if err != nil {
 		return nil, err
 	}
@@ -35,11 +35,16 @@ func (m *Manager) forkAll(ctx context.Context, f *frozen, req ForkRequest) ([]Fo
 	if err := m.checkMemoryLimit(f, req.MemoryLimitMiB); err != nil {
 		return nil, err
 	}
+	who := callerOf(ctx)
+	if err := m.census.take(m.limits, who, req.N); err != nil {
+		return nil, err
+	}
+	boxes := make([]*box, req.N)
+	defer func() { m.census.add(who.Tenant, who.KeyID, -missing(boxes)) }() // the others give their place back when they end
 	starts, err := m.plan(f, req)
 	if err != nil {
 		return nil, err
 	}
-	boxes := make([]*box, req.N)
 	results := make([]ForkResult, req.N)
 	var wg sync.WaitGroup
 	for i, s := range starts {
@@ -59,6 +64,17 @@ func (m *Manager) forkAll(ctx context.Context, f *frozen, req ForkRequest) ([]Fo
 		}
 	}
 	return results, nil
+}
+
+// missing counts the children that did not come to be.
+func missing(boxes []*box) int {
+	n := 0
+	for _, b := range boxes {
+		if b == nil {
+			n++
+		}
+	}
+	return n
 }
 
 // revoke ends sandboxes that nobody was told of.

@@ -17,6 +17,7 @@ import (
 // frozen is a snapshot as the Manager knows it.
 type frozen struct {
 	id, tag   string
+	tenant    string // whose it is; "" would be nobody's
 	image     string // as it was asked for
 	imageID   string
 	owner     string // the sandbox whose suspended state it is; "" for all others
@@ -25,6 +26,8 @@ type frozen struct {
 	live      *liveSnapshot // of a branch that this daemon made; nil for others
 
 	// Guarded by Manager.mu.
+	public   bool // everybody may fork it
+	secrets  bool // secrets that a sandbox was given are in its memory
 	kept     bool // it has a record and is listed; else it lives as long as machines of it do
 	status   Status
 	warning  string
@@ -110,20 +113,24 @@ func (m *Manager) restorable(ctx context.Context, man snapshot.Manifest) (rootfs
 	return img.Rootfs.Path, nil
 }
 
-// findLocked returns the snapshot with a tag. Preconditions: m.mu is held.
-func (m *Manager) findLocked(tag string) (*frozen, error) {
-	if f := m.frozen[tag]; f != nil && !f.deleting {
+// findLocked returns the caller's snapshot with a tag, or else the shared one. Preconditions: m.mu is held.
+func (m *Manager) findLocked(ctx context.Context, tag string) (*frozen, error) {
+	own := tagKey(callerOf(ctx).Tenant, tag)
+	if f := m.frozen[own]; f != nil && !f.deleting {
 		return f, nil
 	}
-	if s, ok := m.tombs[tag]; ok {
+	if f := m.frozen[tagKey(DefaultTenant, tag)]; f != nil && f.public && !f.deleting {
+		return f, nil
+	}
+	if s, ok := m.tombs[own]; ok {
 		return nil, newError(CodeSnapshotNotFound, nil, "make it anew", "snapshot %s was never finished: %s", tag, s.Warning)
 	}
 	return nil, newError(CodeSnapshotNotFound, nil, "`forkd images` lists the snapshots", "no snapshot has the tag %s", tag)
 }
 
 // readyLocked returns the snapshot with a tag if it is on disk. Preconditions: m.mu is held.
-func (m *Manager) readyLocked(tag string) (*frozen, error) {
-	f, err := m.findLocked(tag)
+func (m *Manager) readyLocked(ctx context.Context, tag string) (*frozen, error) {
+	f, err := m.findLocked(ctx, tag)
 	if err == nil && f.status == StatusWriting {
 		return nil, &Error{Code: CodeInvalidState, Message: "snapshot " + tag + " is still being made", Hint: "wait until it is ready", RetryAfter: retryLater}
 	}
@@ -131,24 +138,24 @@ func (m *Manager) readyLocked(tag string) (*frozen, error) {
 }
 
 // use returns the snapshot with a tag and keeps it from being deleted until release. It is on disk.
-func (m *Manager) use(tag string) (_ *frozen, release func(), err error) {
-	return m.useOf(tag, m.readyLocked)
+func (m *Manager) use(ctx context.Context, tag string) (_ *frozen, release func(), err error) {
+	return m.useOf(ctx, tag, m.readyLocked)
 }
 
 // useLive is use that takes a branch which is not on disk yet as well.
-func (m *Manager) useLive(tag string) (_ *frozen, release func(), err error) {
-	return m.useOf(tag, func(tag string) (*frozen, error) {
-		if f, err := m.findLocked(tag); err == nil && f.live != nil {
+func (m *Manager) useLive(ctx context.Context, tag string) (_ *frozen, release func(), err error) {
+	return m.useOf(ctx, tag, func(ctx context.Context, tag string) (*frozen, error) {
+		if f, err := m.findLocked(ctx, tag); err == nil && f.live != nil {
 			return f, nil
 		}
-		return m.readyLocked(tag)
+		return m.readyLocked(ctx, tag)
 	})
 }
 
-func (m *Manager) useOf(tag string, find func(tag string) (*frozen, error)) (_ *frozen, release func(), err error) {
+func (m *Manager) useOf(ctx context.Context, tag string, find func(ctx context.Context, tag string) (*frozen, error)) (_ *frozen, release func(), err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	f, err := find(tag)
+	f, err := find(ctx, tag)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -187,13 +194,16 @@ func (m *Manager) dropUnkept(f *frozen) {
 // name is what people know the snapshot by.
 func (f *frozen) name() string { return cmp.Or(f.tag, f.id) }
 
+// key is what its tag is known by among those of all tenants.
+func (f *frozen) key() string { return tagKey(f.tenant, f.tag) }
+
 // listLocked makes a snapshot visible. Preconditions: m.mu is held, nothing has its tag.
 func (m *Manager) listLocked(f *frozen) {
 	f.kept = true
 	m.byID[f.id] = f
 	if f.tag != "" {
-		m.frozen[f.tag] = f
-		delete(m.tombs, f.tag)
+		m.frozen[f.key()] = f
+		delete(m.tombs, f.key())
 	}
 }
 
@@ -201,8 +211,8 @@ func (m *Manager) listLocked(f *frozen) {
 func (m *Manager) unlistLocked(f *frozen) {
 	f.kept = false
 	delete(m.byID, f.id)
-	if m.frozen[f.tag] == f {
-		delete(m.frozen, f.tag)
+	if m.frozen[f.key()] == f {
+		delete(m.frozen, f.key())
 	}
 }
 

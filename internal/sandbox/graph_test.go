@@ -227,7 +227,7 @@ func TestAddSnapshot(t *testing.T) {
 	d = d.restart(t)
 	d.checkTree(t, "?(middle(moved side))")
 
-	id, release, err := d.Hold("moved")
+	id, release, err := d.Hold(t.Context(), "moved")
 	if err != nil || id != tip.ID {
 		t.Fatalf("Hold: got %s, %v", id, err)
 	}

@@ -185,7 +185,7 @@ func (m *Manager) Eval(ctx context.Context, id string, req EvalRequest) (EvalRes
 
 // Logs returns the newest part of a sandbox's console; that of one that ended is kept as long as its record.
 func (m *Manager) Logs(ctx context.Context, id string) ([]byte, error) {
-	if b, ok := m.live(id); ok {
+	if b, ok := m.mine(ctx, id); ok {
 		b.mu.Lock()
 		c := b.child
 		b.mu.Unlock()

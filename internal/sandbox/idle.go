@@ -88,12 +88,13 @@ func nameTaken(name string) error {
 
 // SandboxByName returns the sandbox with a name: the one that lives, or else the one that ended last, as long as it is remembered.
 func (m *Manager) SandboxByName(ctx context.Context, name string) (Sandbox, error) {
+	who := callerOf(ctx)
 	for _, b := range m.allBoxes() {
-		if s := b.view(); s.Name == name && name != "" && s.EndedAt.IsZero() {
+		if s := b.view(); b.tenant == who.Tenant && s.Name == name && name != "" && s.EndedAt.IsZero() {
 			return s, nil
 		}
 	}
-	rec, err := m.db.EndedByName(ctx, name)
+	rec, err := m.db.EndedByName(ctx, who.Tenant, name)
 	if errors.Is(err, store.ErrNotFound) || name == "" {
 		return Sandbox{}, newError(CodeSandboxNotFound, nil, "`forkd ls` lists the sandboxes", "no sandbox has the name %.80q", name)
 	}

@@ -80,7 +80,7 @@ func (d *daemon) makeLayerOf(t *testing.T, parent, id, tag string, pages memory.
 	if _, err := st.Publish(t.Context(), man); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.db.AddSnapshot(t.Context(), store.Snapshot{ID: id, Tag: tag, Status: store.SnapshotReady, Image: testImage, CreatedAt: time.Now()}); err != nil {
+	if err := d.db.AddSnapshot(t.Context(), store.Snapshot{Tenant: DefaultTenant, ID: id, Tag: tag, Status: store.SnapshotReady, Image: testImage, CreatedAt: time.Now()}); err != nil {
 		t.Fatal(err)
 	}
 }

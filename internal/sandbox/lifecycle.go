@@ -12,11 +12,13 @@ import (
 )
 
 // Sandboxes returns those that live, oldest first.
-func (m *Manager) Sandboxes(context.Context) ([]Sandbox, error) {
-	boxes := m.allBoxes()
-	all := make([]Sandbox, len(boxes))
-	for i, b := range boxes {
-		all[i] = b.view()
+func (m *Manager) Sandboxes(ctx context.Context) ([]Sandbox, error) {
+	who := callerOf(ctx)
+	all := []Sandbox{}
+	for _, b := range m.allBoxes() {
+		if b.tenant == who.Tenant {
+			all = append(all, b.view())
+		}
 	}
 	slices.SortFunc(all, func(a, b Sandbox) int {
 		return cmp.Or(a.CreatedAt.Compare(b.CreatedAt), cmp.Compare(a.ID, b.ID))
@@ -32,7 +34,7 @@ func (m *Manager) Ended(ctx context.Context) ([]Sandbox, error) {
 	}
 	var all []Sandbox
 	for _, r := range recs {
-		if _, lives := m.live(r.ID); !lives {
+		if _, lives := m.live(r.ID); !lives && r.Tenant == callerOf(ctx).Tenant {
 			all = append(all, viewOf(r))
 		}
 	}
@@ -41,7 +43,7 @@ func (m *Manager) Ended(ctx context.Context) ([]Sandbox, error) {
 
 // Sandbox returns one sandbox; one that ended is found for a while and says why.
 func (m *Manager) Sandbox(ctx context.Context, id string) (Sandbox, error) {
-	if b, ok := m.live(id); ok {
+	if b, ok := m.mine(ctx, id); ok {
 		return b.view(), nil
 	}
 	rec, err := m.ended(ctx, id)
@@ -54,8 +56,8 @@ func (m *Manager) Sandbox(ctx context.Context, id string) (Sandbox, error) {
 // ended returns the record of a sandbox that doesn't live any more.
 func (m *Manager) ended(ctx context.Context, id string) (store.Sandbox, error) {
 	rec, err := m.db.Sandbox(ctx, id)
-	if errors.Is(err, store.ErrNotFound) {
-		return rec, notFound(id)
+	if errors.Is(err, store.ErrNotFound) || err == nil && rec.Tenant != callerOf(ctx).Tenant {
+		return store.Sandbox{}, notFound(id)
 	}
 	return rec, fault(err, "look up sandbox %.80s", id)
 }
@@ -67,7 +69,7 @@ func (m *Manager) Kill(ctx context.Context, id string) error {
 		return err
 	}
 	defer done()
-	if b, ok := m.live(id); ok {
+	if b, ok := m.mine(ctx, id); ok {
 		b.settle(ctx)
 		err := m.finish(b, ending{state: StateStopped, reason: reasonKilled})
 		if err == nil {
@@ -149,7 +151,7 @@ func (m *Manager) moveDeadline(ctx context.Context, b *box, timeout time.Duratio
 
 // find returns a sandbox that has not ended, or says why there is none: unknown, or ended.
 func (m *Manager) find(ctx context.Context, id string) (*box, error) {
-	if b, ok := m.live(id); ok {
+	if b, ok := m.mine(ctx, id); ok {
 		return b, nil
 	}
 	rec, err := m.ended(ctx, id)

@@ -167,7 +167,7 @@ func TestTombsAreTheNewest(t *testing.T) {
 	d := newWorld(t).start(t, options{})
 	begin := time.Now()
 	fail := func(i int) {
-		d.entomb(&frozen{id: fmt.Sprintf("sn%d", i), tag: fmt.Sprintf("t%d", i), createdAt: begin.Add(time.Duration(i) * time.Second)}, failpoint.ErrInjected)
+		d.entomb(&frozen{id: fmt.Sprintf("sn%d", i), tenant: DefaultTenant, tag: fmt.Sprintf("t%d", i), createdAt: begin.Add(time.Duration(i) * time.Second)}, failpoint.ErrInjected)
 	}
 	for i := range maxTombs + 2 {
 		fail(i)

@@ -37,6 +37,7 @@ type Manager struct {
 	boots     *gate // parents
 	branches  *gate // running sandboxes being frozen
 	memory    *admission
+	census    *census // sandboxes that there are
 	deadlines *deadlines
 	idles     *deadlines // when sandboxes that nobody uses are suspended
 	counts    counters
@@ -55,9 +56,9 @@ type Manager struct {
 	recovered bool
 	draining  bool
 	work      sync.WaitGroup      // requests in flight; Add only under mu and while not draining
-	frozen    map[string]*frozen  // by tag
+	frozen    map[string]*frozen  // by tagKey
 	byID      map[string]*frozen  // the same, and those without a tag
-	tombs     map[string]Snapshot // branches that failed after their request was answered, by tag
+	tombs     map[string]Snapshot // branches that failed after their request was answered, by tagKey
 	boxes     map[string]*box
 }
 
@@ -82,6 +83,7 @@ func New(cfg Config) (*Manager, error) {
 	m.claims = newGate(m.limits.Claims, m.limits.MaxQueue)
 	m.boots = newGate(m.limits.Launches, m.limits.MaxQueue)
 	m.branches = newGate(m.limits.MaxBranches, math.MaxInt)
+	m.census = newCensus()
 	m.memory = &admission{budget: m.limits.MemoryBudget, reserve: m.limits.MemoryReserve, available: memAvailable}
 	m.deadlines = newDeadlines(m.expire)
 	m.idles = newDeadlines(m.idle)

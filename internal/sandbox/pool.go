@@ -246,7 +246,7 @@ func (p *pool) putBack(mem *member) {
 	p.ready = append(p.ready, mem)
 	p.work.Go(func() { p.guard(mem) })
 	p.mu.Unlock()
-	p.m.emit(Event{Kind: EventPool, Tag: p.frozen.tag})
+	p.m.emit(Event{Kind: EventPool, Tenant: p.frozen.tenant, Tag: p.frozen.tag})
 }
 
 // guard notices that a member died in the pool.
@@ -353,7 +353,7 @@ func (m *Manager) SetPool(ctx context.Context, tag string, size int) (PoolStatus
 		return PoolStatus{}, err
 	}
 	defer done()
-	f, release, err := m.use(tag)
+	f, release, err := m.useOf(ctx, tag, m.ownLocked)
 	if err != nil {
 		return PoolStatus{}, err
 	}
@@ -362,18 +362,18 @@ func (m *Manager) SetPool(ctx context.Context, tag string, size int) (PoolStatus
 		return PoolStatus{}, fault(err, "pool of snapshot %s", tag)
 	}
 	f.pool.resize(size)
-	m.emit(Event{Kind: EventPool, Tag: tag})
+	m.emit(Event{Kind: EventPool, Tenant: f.tenant, Tag: tag})
 	return f.pool.status(), nil
 }
 
 // Pool returns the state of a snapshot's pool.
-func (m *Manager) Pool(_ context.Context, tag string) (PoolStatus, error) {
+func (m *Manager) Pool(ctx context.Context, tag string) (PoolStatus, error) {
 	if err := checkTag(tag); err != nil {
 		return PoolStatus{}, err
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	f, err := m.readyLocked(tag)
+	f, err := m.readyLocked(ctx, tag)
 	if err != nil {
 		return PoolStatus{}, err
 	}

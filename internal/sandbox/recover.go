@@ -358,6 +358,7 @@ func (m *Manager) adopt(rec store.Sandbox, c *child) {
 	b.child = c
 	b.state.Store(m.byID[rec.StateID])
 	m.boxes[b.id] = b
+	m.census.add(rec.Tenant, rec.KeyID, 1)
 	m.watch(b, c)
 }
 
@@ -372,7 +373,7 @@ func (m *Manager) originLocked(rec store.Sandbox) *frozen {
 			return b.frozen
 		}
 	}
-	f := &frozen{id: rec.SnapshotID, status: StatusFailed, under: m.byID[rec.AnchorID]}
+	f := &frozen{id: rec.SnapshotID, tenant: rec.Tenant, status: StatusFailed, under: m.byID[rec.AnchorID]}
 	if f.under == nil {
 		f.tag = rec.SnapshotTag // its snapshot is gone; it can do without
 		return f
@@ -393,6 +394,7 @@ func (m *Manager) readoptSuspended(ctx context.Context, rec store.Sandbox) (Stat
 	b := newBox(m.originLocked(rec), rec)
 	b.state.Store(state)
 	m.boxes[b.id] = b
+	m.census.add(rec.Tenant, rec.KeyID, 1)
 	return StateSuspended, nil
 }
 

@@ -89,7 +89,7 @@ func (m *Manager) restart(ctx context.Context, b *box, f *frozen) (err error) {
 	if err := m.rerun(ctx, b, c, time.Since(begin)); err != nil {
 		return err
 	}
-	m.emit(Event{Kind: EventSandboxState, SandboxID: b.id, Tag: b.frozen.tag, State: StateRunning})
+	m.emit(Event{Kind: EventSandboxState, Tenant: b.tenant, SandboxID: b.id, Tag: b.frozen.tag, State: StateRunning})
 	m.warn(m.hit(ctx, pointResumeRunning), "resume a sandbox", b.id)
 	m.watch(b, c)
 	return nil

@@ -14,16 +14,22 @@ import (
 
 // Snapshots returns all snapshots that have a tag, by it, and those that failed after their request was answered.
 func (m *Manager) Snapshots(ctx context.Context) ([]Snapshot, error) {
+	who := callerOf(ctx)
 	m.mu.Lock()
 	views := make([]Snapshot, 0, len(m.frozen))
 	manifests := make([]snapshot.Manifest, 0, len(m.frozen))
 	for _, tag := range slices.Sorted(maps.Keys(m.frozen)) {
-		if f := m.frozen[tag]; !f.deleting {
-			views = append(views, m.viewLocked(f))
+		if f := m.frozen[tag]; !f.deleting && who.sees(f) && !(f.tenant != who.Tenant && m.frozen[tagKey(who.Tenant, f.tag)] != nil) {
+			views = append(views, m.viewLocked(who, f))
 			manifests = append(manifests, f.manifest)
 		}
 	}
-	tombs := slices.Collect(maps.Values(m.tombs))
+	var tombs []Snapshot
+	for _, s := range m.tombs {
+		if s.Tenant == who.Tenant {
+			tombs = append(tombs, s)
+		}
+	}
 	m.mu.Unlock()
 	for i := range views {
 		m.judge(ctx, &views[i], manifests[i])
@@ -41,22 +47,22 @@ func (m *Manager) Snapshot(ctx context.Context, tag string) (Snapshot, error) {
 		return Snapshot{}, err
 	}
 	m.mu.Lock()
-	f, err := m.findLocked(tag)
+	f, err := m.findLocked(ctx, tag)
 	if err != nil {
 		defer m.mu.Unlock()
-		if s, ok := m.tombs[tag]; ok {
+		if s, ok := m.tombs[tagKey(callerOf(ctx).Tenant, tag)]; ok {
 			return s, nil
 		}
 		return Snapshot{}, err
 	}
-	view, man := m.viewLocked(f), f.manifest
+	view, man := m.viewLocked(callerOf(ctx), f), f.manifest
 	m.mu.Unlock()
 	m.judge(ctx, &view, man)
 	return view, nil
 }
 
-// viewLocked is a snapshot as users see it, but for what judge adds. Preconditions: m.mu is held.
-func (m *Manager) viewLocked(f *frozen) Snapshot {
+// viewLocked is a snapshot as a caller sees it, but for what judge adds. Preconditions: m.mu is held.
+func (m *Manager) viewLocked(who Caller, f *frozen) Snapshot {
 	man, stored := f.manifest, f.stored
 	s := Snapshot{
 		Tag: f.tag, ID: f.id, Dir: m.snapshots.Dir(f.id), CreatedAt: f.createdAt, Image: cmp.Or(man.Image.Name, f.image),
@@ -67,28 +73,35 @@ func (m *Manager) viewLocked(f *frozen) Snapshot {
 		Pause: f.measured.Pause, DiffTime: f.measured.Diff, DiffPhysicalBytes: f.measured.DiffPhysical, DiffLogicalBytes: f.measured.DiffLogical,
 		Status: f.status, Warning: cmp.Or(f.warning, f.measured.Warning), Python: man.Python, BootWarm: f.bootWarm,
 		Resident: m.cache.Resident(f.id), Pool: f.poolStatus(),
+		Tenant: f.tenant, Public: f.public, Secrets: f.secrets,
 	}
-	s.Ancestors, s.Dependents = m.familyLocked(f)
+	s.Ancestors, s.Dependents = m.familyLocked(who, f)
 	if n := len(s.Ancestors); n > 0 {
 		s.ParentTag = s.Ancestors[n-1]
 	}
 	return s
 }
 
-// familyLocked returns what a snapshot rests on, root first, and what rests on it. Preconditions: m.mu is held.
-func (m *Manager) familyLocked(f *frozen) (ancestors, dependents []string) {
+// familyLocked returns what a snapshot rests on, root first, and what rests on it, as far as a caller may know. Preconditions: m.mu is held.
+func (m *Manager) familyLocked(who Caller, f *frozen) (ancestors, dependents []string) {
 	for parent := f.parent; parent != "" && len(ancestors) <= len(m.byID); {
 		below := m.byID[parent]
 		if below == nil {
 			ancestors = append(ancestors, parent)
 			break
 		}
-		ancestors = append(ancestors, below.name())
+		name := notShared
+		if who.sees(below) {
+			name = below.name()
+		}
+		ancestors = append(ancestors, name)
 		parent = below.parent
 	}
 	slices.Reverse(ancestors)
 	for _, d := range m.dependentsLocked(f) {
-		dependents = append(dependents, d.name())
+		if d.tenant == who.Tenant {
+			dependents = append(dependents, d.name())
+		}
 	}
 	return ancestors, dependents
 }
@@ -134,7 +147,7 @@ func (m *Manager) VerifySnapshot(ctx context.Context, tag string) error {
 		return err
 	}
 	defer done()
-	f, release, err := m.use(tag)
+	f, release, err := m.use(ctx, tag)
 	if err != nil {
 		return err
 	}
@@ -149,14 +162,20 @@ func (m *Manager) ImageInUse(id string) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	var tags []string
+	hidden := false
 	for _, f := range m.byID {
 		switch {
 		case f.manifest.Image.ID != id && (f.status != StatusWriting || f.imageID != id):
-		case f.owner != "":
+		case f.owner != "" && f.tenant == DefaultTenant:
 			return newError(CodeImageInUse, nil, "kill it first", "image %s is needed by the suspended sandbox %s", id, f.owner)
+		case f.tenant != DefaultTenant:
+			hidden = true
 		default:
 			tags = append(tags, f.name())
 		}
+	}
+	if hidden {
+		return newError(CodeImageInUse, nil, "it can be removed when they are deleted", "image %s is needed by snapshots of other tenants", id)
 	}
 	if len(tags) == 0 {
 		return nil
@@ -178,10 +197,10 @@ func (m *Manager) DeleteSnapshot(ctx context.Context, tag string, mode DeleteMod
 		return err
 	}
 	defer done()
-	if m.disinter(tag) {
+	if m.disinter(ctx, tag) {
 		return nil
 	}
-	targets, boxes, err := m.condemn(tag, mode)
+	targets, boxes, err := m.condemn(ctx, tag, mode)
 	if err != nil {
 		return err
 	}
@@ -212,23 +231,27 @@ func (m *Manager) DeleteSnapshot(ctx context.Context, tag string, mode DeleteMod
 }
 
 // disinter forgets a branch that failed after its request was answered, and says whether there was one.
-func (m *Manager) disinter(tag string) bool {
+func (m *Manager) disinter(ctx context.Context, tag string) bool {
+	key := tagKey(callerOf(ctx).Tenant, tag)
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	_, ok := m.tombs[tag]
-	delete(m.tombs, tag)
+	_, ok := m.tombs[key]
+	delete(m.tombs, key)
 	return ok
 }
 
 // condemn picks the snapshots to delete, dependents before what they rest on, and takes them out of use; and the sandboxes to end first.
-func (m *Manager) condemn(tag string, mode DeleteMode) ([]*frozen, []*box, error) {
+func (m *Manager) condemn(ctx context.Context, tag string, mode DeleteMode) ([]*frozen, []*box, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	f, err := m.readyLocked(tag)
+	f, err := m.ownLocked(ctx, tag)
 	if err != nil {
 		return nil, nil, err
 	}
 	dependents := m.dependentsLocked(f)
+	if others(f.tenant, dependents) {
+		return nil, nil, usedByOthers(tag)
+	}
 	if len(dependents) > 0 && mode != DeleteCascade {
 		return nil, nil, newError(CodeSnapshotInUse, nil, "delete them first, or use --cascade", "snapshot %s has snapshots that rest on it: %s", tag, names(dependents))
 	}
@@ -238,6 +261,9 @@ func (m *Manager) condemn(tag string, mode DeleteMode) ([]*frozen, []*box, error
 	var boxes []*box
 	for _, t := range targets {
 		used := m.usersLocked(t)
+		if slices.ContainsFunc(used, func(b *box) bool { return b.tenant != f.tenant }) {
+			return nil, nil, usedByOthers(tag)
+		}
 		if err := inUse(t, used, mode); err != nil {
 			return nil, nil, err
 		}
@@ -247,6 +273,11 @@ func (m *Manager) condemn(tag string, mode DeleteMode) ([]*frozen, []*box, error
 		t.deleting = true
 	}
 	return targets, boxes, nil
+}
+
+// usedByOthers is the error of who would delete what other tenants rely on: nothing of theirs is named, and nothing of it ended.
+func usedByOthers(tag string) error {
+	return newError(CodeSnapshotInUse, nil, "share it no more, and delete it when they are done", "snapshot %s is in use by other tenants", tag)
 }
 
 // unused makes sure that nothing took to condemned snapshots while their sandboxes were being ended. What is still being written may say that
@@ -260,6 +291,9 @@ func (m *Manager) unused(targets []*frozen) error {
 		}
 		for _, other := range m.byID {
 			if other.parent == f.id && other.status != StatusWriting && !other.deleting {
+				if other.tenant != f.tenant {
+					return usedByOthers(f.name())
+				}
 				return newError(CodeSnapshotInUse, nil, "delete it first", "snapshot %s has a snapshot that rests on it: %s", f.name(), other.name())
 			}
 		}
@@ -344,7 +378,7 @@ func (m *Manager) remove(ctx context.Context, f *frozen) error {
 	if err != nil {
 		return err
 	}
-	m.emit(Event{Kind: EventSnapshotDeleted, Tag: f.tag})
+	m.emit(Event{Kind: EventSnapshotDeleted, Tenant: f.tenant, Tag: f.tag})
 	return nil
 }
 

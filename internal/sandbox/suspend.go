@@ -185,7 +185,7 @@ func (z *suspension) commit(ctx context.Context, man snapshot.Manifest) error {
 // finish ends the machine and removes what the sandbox was suspended to before. The next Recover does what fails here.
 func (z *suspension) finish(ctx context.Context) {
 	m, b := z.m, z.box
-	m.emit(Event{Kind: EventSandboxState, SandboxID: b.id, Tag: b.frozen.tag, State: StateSuspended})
+	m.emit(Event{Kind: EventSandboxState, Tenant: b.tenant, SandboxID: b.id, Tag: b.frozen.tag, State: StateSuspended})
 	m.unuse(z.state)
 	errs := []error{m.hit(ctx, pointSuspendMarked), z.child.dispose(), m.hit(ctx, pointSuspendEnded)}
 	if z.old != nil {

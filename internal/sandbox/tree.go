@@ -15,15 +15,16 @@ import (
 // Tree returns all snapshots as a forest, with the sandboxes that came of each; oldest first. Snapshots without a tag are in it when others rest
 // on them.
 func (m *Manager) Tree(ctx context.Context) ([]TreeNode, error) {
+	who := callerOf(ctx)
 	m.mu.Lock()
 	nodes := map[string]*treeNode{}
 	for id, f := range m.byID {
-		if f.owner == "" && !f.deleting {
-			nodes[id] = &treeNode{TreeNode{Snapshot: m.viewLocked(f)}, f.parent, f.manifest}
+		if f.owner == "" && !f.deleting && who.sees(f) {
+			nodes[id] = &treeNode{TreeNode{Snapshot: m.viewLocked(who, f)}, f.parent, f.manifest}
 		}
 	}
 	for _, b := range m.boxes {
-		if a := m.restsOnLocked(b); a != nil && nodes[a.id] != nil {
+		if a := m.restsOnLocked(b); a != nil && nodes[a.id] != nil && b.tenant == who.Tenant {
 			nodes[a.id].Sandboxes = append(nodes[a.id].Sandboxes, b.id)
 		}
 	}
@@ -85,12 +86,13 @@ func (m *Manager) AddSnapshot(ctx context.Context, tag, id string) error {
 	if err := m.adoptChain(ctx, tag, id); err != nil {
 		return fault(err, "snapshot %s", tag)
 	}
-	m.emit(Event{Kind: EventSnapshotReady, Tag: tag})
+	m.emit(Event{Kind: EventSnapshotReady, Tenant: callerOf(ctx).Tenant, Tag: tag})
 	return nil
 }
 
 // adoptChain makes snapshots of a chain known that are not yet; the last one, id, gets the tag.
 func (m *Manager) adoptChain(ctx context.Context, tag, id string) error {
+	tenant := callerOf(ctx).Tenant
 	m.mu.Lock()
 	defer m.mu.Unlock() // over disk and database, too: nobody may take the tag, or delete what is rested on, in between
 	chain, err := m.snapshots.Chain(id)
@@ -100,8 +102,13 @@ func (m *Manager) adoptChain(ctx context.Context, tag, id string) error {
 	if err != nil {
 		return err
 	}
-	if m.frozen[tag] != nil {
+	if m.frozen[tagKey(tenant, tag)] != nil {
 		return newError(CodeSnapshotExists, nil, "delete it first, or choose another tag", "a snapshot with the tag %s exists", tag)
+	}
+	for _, man := range chain {
+		if f := m.byID[man.ID]; f != nil && f.tenant != tenant && (!f.public || man.ID == id) {
+			return newError(CodeSnapshotExists, nil, "make one of your own", "snapshot %s is here already and can't be taken in again", man.ID)
+		}
 	}
 	tip := chain[len(chain)-1]
 	known := m.byID[tip.ID]
@@ -113,9 +120,9 @@ func (m *Manager) adoptChain(ctx context.Context, tag, id string) error {
 	for _, man := range chain {
 		switch f := m.byID[man.ID]; {
 		case f == nil:
-			f = stored(store.Snapshot{ID: man.ID, Image: man.Image.Name, CreatedAt: man.CreatedAt}, man)
+			f = stored(store.Snapshot{ID: man.ID, Tenant: tenant, Image: man.Image.Name, CreatedAt: man.CreatedAt}, man)
 			fresh = append(fresh, f)
-			recs = append(recs, store.Snapshot{ID: f.id, Status: store.SnapshotReady, Image: f.image, CreatedAt: f.createdAt})
+			recs = append(recs, store.Snapshot{ID: f.id, Tenant: tenant, Status: store.SnapshotReady, Image: f.image, CreatedAt: f.createdAt})
 		case f.deleting || f.status == StatusFailed:
 			return newError(CodeSnapshotInUse, nil, "try again when it is gone", "snapshot %s, which it rests on, can't be used or is being deleted", f.name())
 		}
@@ -123,12 +130,12 @@ func (m *Manager) adoptChain(ctx context.Context, tag, id string) error {
 	if known == nil {
 		fresh[len(fresh)-1].tag, recs[len(recs)-1].Tag = tag, tag
 	}
-	if err := m.recordChain(context.WithoutCancel(ctx), tag, tip.ID, recs, known); err != nil {
+	if err := m.recordChain(context.WithoutCancel(ctx), tenant, tag, tip.ID, recs, known); err != nil {
 		return err
 	}
 	if known != nil { // others rested on it, and nobody could use it by itself
 		m.unlistLocked(known)
-		again := stored(store.Snapshot{ID: tip.ID, Tag: tag, Image: known.image, CreatedAt: known.createdAt}, tip)
+		again := stored(store.Snapshot{ID: tip.ID, Tenant: tenant, Tag: tag, Image: known.image, CreatedAt: known.createdAt}, tip)
 		fresh = append(fresh, again)
 	}
 	for _, f := range fresh {
@@ -140,19 +147,19 @@ func (m *Manager) adoptChain(ctx context.Context, tag, id string) error {
 	return nil
 }
 
-func (m *Manager) recordChain(ctx context.Context, tag, id string, recs []store.Snapshot, known *frozen) error {
+func (m *Manager) recordChain(ctx context.Context, tenant, tag, id string, recs []store.Snapshot, known *frozen) error {
 	if known != nil {
-		return m.db.AddTag(ctx, tag, id, time.Now())
+		return m.db.AddTag(ctx, tenant, tag, id, time.Now())
 	}
 	return m.db.AddSnapshots(ctx, recs...)
 }
 
 // Hold keeps a snapshot, and with it what it rests on, from being deleted until release: for who reads its files.
-func (m *Manager) Hold(tag string) (id string, release func(), err error) {
+func (m *Manager) Hold(ctx context.Context, tag string) (id string, release func(), err error) {
 	if err := checkTag(tag); err != nil {
 		return "", nil, err
 	}
-	f, release, err := m.use(tag)
+	f, release, err := m.use(ctx, tag)
 	if err != nil {
 		return "", nil, err
 	}
@@ -161,7 +168,7 @@ func (m *Manager) Hold(tag string) (id string, release func(), err error) {
 
 // stored is a snapshot that is on disk.
 func stored(rec store.Snapshot, man snapshot.Manifest) *frozen {
-	return &frozen{id: rec.ID, tag: rec.Tag, owner: rec.Owner, image: rec.Image, imageID: man.Image.ID, createdAt: rec.CreatedAt, bootWarm: rec.BootWarm,
+	return &frozen{id: rec.ID, tag: rec.Tag, tenant: rec.Tenant, public: rec.Public, secrets: rec.Secrets, owner: rec.Owner, image: rec.Image, imageID: man.Image.ID, createdAt: rec.CreatedAt, bootWarm: rec.BootWarm,
 		status: StatusReady, manifest: man, stored: man, parent: man.Parent, measured: rec.Measured}
 }
 

@@ -48,10 +48,12 @@ type Sandbox struct {
 	BranchCount    int
 	Reason         string        // why it stopped or failed
 	ReadyIn        time.Duration // from the fork's turn to the acknowledged identity
-	Name           string        // unique among those that live; "" for none
+	Name           string        // unique among those of its tenant that live; "" for none
 	AutoSuspend    time.Duration // suspended after so long without a request; 0: never
 	AutoResume     bool          // a request resumes it when it is suspended
 	SuspendedAt    time.Time     // zero unless it is suspended
+	Tenant         string        // whose it is
+	Secrets        []string      // names of the secrets it was given
 }
 
 // Snapshot is an immutable frozen machine and its name.
@@ -78,6 +80,9 @@ type Snapshot struct {
 	Resident            bool   // its memory is in RAM
 	Pool                PoolStatus
 	BootWarm            time.Duration // boot, readiness and warm-up of the parent
+	Tenant              string        // whose it is
+	Public              bool          // everybody may fork it
+	Secrets             bool          // secrets that a sandbox was given are in its memory
 
 	// Of a branch; zero for others.
 	Pause             time.Duration // how long the source stood still
@@ -225,6 +230,7 @@ type EvalResult struct {
 type Event struct {
 	Time      time.Time
 	Kind      EventKind
+	Tenant    string // whose it is: nobody else is told
 	SandboxID string
 	Tag       string
 	State     State

@@ -125,8 +125,8 @@ func TestClientEvents(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer stream.Close()
-	f.server.Events.Publish(sandbox.Event{Time: stubTime, Kind: sandbox.EventSnapshotReady, Tag: "b1"})
-	f.server.Events.Publish(sandbox.Event{Time: stubTime, Kind: sandbox.EventSandboxState, SandboxID: "sb0", State: sandbox.StateRunning})
+	f.server.Events.Publish(sandbox.Event{Tenant: sandbox.DefaultTenant, Time: stubTime, Kind: sandbox.EventSnapshotReady, Tag: "b1"})
+	f.server.Events.Publish(sandbox.Event{Tenant: sandbox.DefaultTenant, Time: stubTime, Kind: sandbox.EventSandboxState, SandboxID: "sb0", State: sandbox.StateRunning})
 	f.server.Events.Close()
 	want := []client.Event{{Kind: "snapshot_ready", Tag: "b1", TimeUnixMS: stubTime.UnixMilli()}, {Kind: "sandbox_state", SandboxID: "sb0", State: "running", TimeUnixMS: stubTime.UnixMilli()}}
 	var got []client.Event

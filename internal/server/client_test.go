@@ -26,7 +26,7 @@ func newClient(t *testing.T, f *fixture) *client.Client {
 	if err != nil {
 		t.Fatal(err)
 	}
-	srv := &http.Server{Handler: f.server.Handler(true)}
+	srv := &http.Server{Handler: f.server.Handler(true), ConnContext: withPeer}
 	served := make(chan struct{})
 	go func() {
 		defer close(served)

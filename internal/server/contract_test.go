@@ -63,12 +63,18 @@ func TestContract(t *testing.T) {
 	c := loadContract(t)
 	openapi3filter.RegisterBodyDecoder("application/yaml", openapi3filter.PlainBodyDecoder)
 	openapi3filter.RegisterBodyDecoder("text/event-stream", openapi3filter.PlainBodyDecoder)
-	f := newFixture(t)
+	f := newFixture(t, withKeys(t))
+	f.token = f.server.Token
 	exchanges := []struct{ method, path, body string }{
 		{"GET", "/healthz", ""},
 		{"GET", "/version", ""},
 		{"GET", "/metrics", ""},
 		{"GET", "/openapi.yaml", ""},
+		{"GET", "/v1/keys", ""},
+		{"POST", "/v1/keys", `{"name": "k", "scope": "run", "tenant": "acme", "max_sandboxes": 3}`},
+		{"DELETE", "/v1/keys/" + contractKey, ""},
+		{"PUT", "/v1/images/py/sharing", `{"public": true}`},
+		{"PUT", "/v1/snapshots/py/sharing", `{"public": true}`},
 		{"GET", "/v1/images", ""},
 		{"POST", "/v1/images", `{"name": "py", "packages": ["python3-numpy"], "force": true}`},
 		{"GET", "/v1/images/py", ""},

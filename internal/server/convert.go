@@ -4,16 +4,15 @@ import (
 	"time"
 
 	"github.com/forkd/forkd/api"
-	"github.com/forkd/forkd/internal/image"
 	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/sandbox"
 )
 
-func imageInfo(i image.Image) api.ImageInfo {
+func imageInfo(i Image) api.ImageInfo {
 	return api.ImageInfo{
 		ID: i.ID, Name: i.Name, CreatedAtUnix: i.CreatedAt.Unix(), KernelVersion: i.KernelVersion, Suite: i.Suite,
 		Packages: orEmpty(i.Packages), Python: i.Python,
-		KernelBytes: i.Kernel.Bytes, InitramfsBytes: i.Initramfs.Bytes, RootfsBytes: i.Rootfs.Bytes,
+		KernelBytes: i.Kernel.Bytes, InitramfsBytes: i.Initramfs.Bytes, RootfsBytes: i.Rootfs.Bytes, Public: i.Public,
 	}
 }
 
@@ -30,6 +29,7 @@ func snapshotInfo(s sandbox.Snapshot) api.SnapshotInfo {
 		MemoryLogicalBytes: s.LogicalBytes, MemoryPhysicalBytes: s.PhysicalBytes, VmstateBytes: s.DeviceBytes,
 		Resident: s.Resident, BootWarmMS: millis(s.BootWarm), ParentTag: s.ParentTag, Pool: poolStatus(s.Pool),
 		PauseMS: millis(s.Pause), DiffMS: millis(s.DiffTime), DiffPhysicalBytes: s.DiffPhysicalBytes, DiffLogicalBytes: s.DiffLogicalBytes,
+		Public: s.Public, Tenant: s.Tenant,
 	}
 }
 
@@ -44,6 +44,7 @@ func snapshotDetail(s sandbox.Snapshot, parentHash string) api.SnapshotDetail {
 		Image: s.Image, MemMiB: s.MemMiB, VCPUs: s.VCPUs, Engine: s.Engine, EngineVersion: s.EngineVersion, Accel: s.Accel,
 		Python: s.Python, Resident: s.Resident, BootWarmMS: millis(s.BootWarm), Pool: poolStatus(s.Pool),
 		PauseMS: millis(s.Pause), DiffMS: millis(s.DiffTime), DiffPhysicalBytes: s.DiffPhysicalBytes, DiffLogicalBytes: s.DiffLogicalBytes,
+		Public: s.Public, Tenant: s.Tenant,
 	}
 }
 
@@ -55,6 +56,7 @@ func sandboxInfo(s sandbox.Sandbox) api.SandboxInfo {
 		PID: s.PID, MemoryLimitMiB: orNull(s.MemoryLimitMiB), HasBranched: s.BranchCount > 0, BranchCount: s.BranchCount,
 		Path: s.Path, Env: s.Env, Metadata: metadata(s.Metadata), ReadyMS: millis(s.ReadyIn),
 		Name: s.Name, AutoSuspendSecs: s.AutoSuspend.Seconds(), AutoResume: s.AutoResume, SuspendedAtUnix: unixOrZero(s.SuspendedAt),
+		Tenant: s.Tenant,
 	}
 }
 

@@ -21,7 +21,10 @@ import (
 const (
 	codeBodyTooLarge         sandbox.Code = "body_too_large"
 	codeUnauthorized         sandbox.Code = "unauthorized"
-	codeForbidden            sandbox.Code = "forbidden"
+	codeForbidden                         = sandbox.CodeForbidden
+	codeKeyNotFound          sandbox.Code = "key_not_found"
+	codeKeyExists            sandbox.Code = "key_exists"
+	codeRateLimited          sandbox.Code = "rate_limited"
 	codeNotFound             sandbox.Code = "not_found"
 	codeMethodNotAllowed     sandbox.Code = "method_not_allowed"
 	codeIdempotencyKeyReused sandbox.Code = "idempotency_key_reused"
@@ -42,11 +45,11 @@ func statusOf(code sandbox.Code) int {
 		return http.StatusUnauthorized
 	case codeForbidden, transfer.CodeUntrustedPack:
 		return http.StatusForbidden
-	case sandbox.CodeSnapshotNotFound, sandbox.CodeSandboxNotFound, sandbox.CodeImageNotFound, codeNotFound:
+	case sandbox.CodeSnapshotNotFound, sandbox.CodeSandboxNotFound, sandbox.CodeImageNotFound, codeKeyNotFound, codeNotFound:
 		return http.StatusNotFound
 	case codeMethodNotAllowed:
 		return http.StatusMethodNotAllowed
-	case sandbox.CodeSnapshotExists, sandbox.CodeImageExists, sandbox.CodeSandboxExists, sandbox.CodeSnapshotInUse, sandbox.CodeImageInUse, sandbox.CodeInvalidState:
+	case sandbox.CodeSnapshotExists, sandbox.CodeImageExists, sandbox.CodeSandboxExists, codeKeyExists, sandbox.CodeSnapshotInUse, sandbox.CodeImageInUse, sandbox.CodeInvalidState:
 		return http.StatusConflict
 	case sandbox.CodeSandboxGone:
 		return http.StatusGone
@@ -55,6 +58,8 @@ func statusOf(code sandbox.Code) int {
 	case sandbox.CodeNoInterpreter, sandbox.CodeWarmUpFailed, sandbox.CodeSnapshotCorrupt, sandbox.CodeSnapshotIncompatible, transfer.CodeInvalidPack,
 		codeIdempotencyKeyReused:
 		return http.StatusUnprocessableEntity
+	case codeRateLimited, sandbox.CodeQuotaExceeded:
+		return http.StatusTooManyRequests
 	case sandbox.CodeGuestUnreachable:
 		return http.StatusBadGateway
 	case sandbox.CodeInsufficientMemory, sandbox.CodeQueueFull, sandbox.CodeBranchCap, sandbox.CodeShuttingDown, sandbox.CodeEngineUnavailable:
@@ -107,7 +112,7 @@ func describe(err error) api.Error {
 
 // writeError answers with err's status and body. A client that left gets nothing, but logs and metrics see 499.
 func writeError(w http.ResponseWriter, r *http.Request, err error) {
-	err = endedByStop(r, err)
+	err = endedByKey(r, endedByStop(r, err))
 	if errors.Is(err, errClientGone) || r.Context().Err() != nil && errors.Is(err, context.Canceled) {
 		noteError(r.Context(), err)
 		w.WriteHeader(statusClientGone)

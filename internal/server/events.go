@@ -14,6 +14,7 @@ import (
 const (
 	eventBuffer    = 1024             // events that a reader may be behind
 	maxListeners   = 256              // readers at a time
+	maxListenersOf = 64               // of one tenant
 	eventHeartbeat = 15 * time.Second // a reader can tell silence from a dead connection
 	eventPatience  = 10 * time.Second // for one write: a reader that stops reading is gone
 )
@@ -28,17 +29,21 @@ type Events struct {
 // listener is one reader. Its channel is closed when nothing more comes.
 type listener struct {
 	events  chan sandbox.Event
+	tenant  string
 	dropped bool // it was too slow; valid when the channel is closed
 }
 
 // NewEvents returns Events that nobody listens to yet.
 func NewEvents() *Events { return &Events{listeners: map[*listener]struct{}{}} }
 
-// Publish tells everybody who listens. It never waits: who is too far behind is dropped.
+// Publish tells everybody of its tenant who listens. It never waits: who is too far behind is dropped.
 func (e *Events) Publish(event sandbox.Event) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	for l := range e.listeners {
+		if l.tenant != event.Tenant {
+			continue
+		}
 		select {
 		case l.events <- event:
 		default:
@@ -59,14 +64,20 @@ func (e *Events) Close() {
 }
 
 // listen begins to listen; the listener must be given to leave.
-func (e *Events) listen() (*listener, error) {
+func (e *Events) listen(tenant string) (*listener, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if len(e.listeners) >= maxListeners {
-		return nil, &sandbox.Error{Code: sandbox.CodeQueueFull, Message: fmt.Sprintf("%d readers listen to events, which is as many as may", maxListeners),
+	of := 0
+	for l := range e.listeners {
+		if l.tenant == tenant {
+			of++
+		}
+	}
+	if len(e.listeners) >= maxListeners || of >= maxListenersOf {
+		return nil, &sandbox.Error{Code: sandbox.CodeQueueFull, Message: fmt.Sprintf("%d readers listen to events, which is as many as may", of),
 			Hint: "let fewer programs listen", RetryAfter: eventHeartbeat}
 	}
-	l := &listener{events: make(chan sandbox.Event, eventBuffer)}
+	l := &listener{events: make(chan sandbox.Event, eventBuffer), tenant: tenant}
 	e.listeners[l] = struct{}{}
 	if e.closed {
 		e.endLocked(l)
@@ -90,7 +101,7 @@ func (e *Events) endLocked(l *listener) {
 
 // events answers with what happens from now on, as server-sent events.
 func (s *Server) events(w http.ResponseWriter, r *http.Request) error {
-	l, err := s.Events.listen()
+	l, err := s.Events.listen(sandbox.TenantOf(r.Context()))
 	if err != nil {
 		return err
 	}

@@ -3,6 +3,7 @@ package server
 import (
 	"bufio"
 	"context"
+	"fmt"
 	"net/http"
 	"strings"
 	"testing"
@@ -41,8 +42,10 @@ func TestEvents(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
 	first, second := f.listen(t), f.listen(t)
-	f.server.Events.Publish(sandbox.Event{Time: stubTime, Kind: sandbox.EventSandboxState, SandboxID: "sb0", Tag: "py", State: sandbox.StateFailed, Reason: "line\nbreak"})
-	f.server.Events.Publish(sandbox.Event{Time: stubTime, Kind: sandbox.EventSnapshotReady, Tag: "b1"})
+	f.server.Events.Publish(sandbox.Event{Tenant: sandbox.DefaultTenant, Time: stubTime, Kind: sandbox.EventSandboxState, SandboxID: "sb0", Tag: "py", State: sandbox.StateFailed, Reason: "line\nbreak"})
+	f.server.Events.Publish(sandbox.Event{Tenant: sandbox.DefaultTenant, Time: stubTime, Kind: sandbox.EventSnapshotReady, Tag: "b1"})
+	f.server.Events.Publish(sandbox.Event{Tenant: "acme", Time: stubTime, Kind: sandbox.EventSnapshotReady, Tag: "theirs"})
+	f.server.Events.Publish(sandbox.Event{Time: stubTime, Kind: sandbox.EventSnapshotReady, Tag: "nobody's"})
 	f.server.Events.Close()
 	for _, lines := range []*bufio.Scanner{first, second} {
 		var got []string
@@ -64,16 +67,16 @@ func TestEvents(t *testing.T) {
 func TestSlowReaderOfEvents(t *testing.T) {
 	t.Parallel()
 	e := NewEvents()
-	slow, err := e.listen()
+	slow, err := e.listen("a")
 	if err != nil {
 		t.Fatal(err)
 	}
-	quick, err := e.listen()
+	quick, err := e.listen("a")
 	if err != nil {
 		t.Fatal(err)
 	}
 	for range eventBuffer + 5 {
-		e.Publish(sandbox.Event{Kind: sandbox.EventPool})
+		e.Publish(sandbox.Event{Tenant: "a", Kind: sandbox.EventPool})
 		<-quick.events
 	}
 	n := 0
@@ -107,13 +110,21 @@ func TestDroppedReaderIsTold(t *testing.T) {
 func TestListenersAreBounded(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
-	for range maxListeners {
-		if _, err := f.server.Events.listen(); err != nil {
+	for range maxListenersOf {
+		if _, err := f.server.Events.listen(sandbox.DefaultTenant); err != nil {
 			t.Fatal(err)
 		}
 	}
 	if got := f.do(t, "GET", "/v1/events", ""); got.status != 503 || got.code() != "queue_full" {
 		t.Errorf("= %d %s, want 503 queue_full", got.status, got.body)
+	}
+	for i := range maxListeners - maxListenersOf { // other tenants are not kept out by that
+		if _, err := f.server.Events.listen(fmt.Sprint("t", i)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := f.server.Events.listen("one more"); sandbox.CodeOf(err) != sandbox.CodeQueueFull {
+		t.Errorf("one more than may be: %v, want queue_full", err)
 	}
 }
 

@@ -120,8 +120,11 @@ func (s *Server) idempotent(next handler) handler {
 		}
 		r.Body = io.NopCloser(bytes.NewReader(body))
 		request := sha256.Sum256(fmt.Append(nil, r.Header.Get("Accept"), "\n", string(body)))
+		// Whose key it is goes first: nobody gets what somebody else was answered.
+		who := noteOf(r.Context()).who
+		owner := who.tenant + " " + who.name
 		for {
-			e, mine := s.replays.begin(r.URL.Path+" "+key, request)
+			e, mine := s.replays.begin(owner+" "+r.URL.Path+" "+key, request)
 			if mine {
 				return s.first(w, r, e, next)
 			}

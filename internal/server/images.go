@@ -17,8 +17,8 @@ func (s *Server) listImages(w http.ResponseWriter, r *http.Request) error {
 }
 
 // images lists what can be read. A damaged image must not hide the others.
-func (s *Server) images(r *http.Request) ([]image.Image, error) {
-	list, err := s.Images.List()
+func (s *Server) images(r *http.Request) ([]Image, error) {
+	list, err := s.Images.List(r.Context())
 	if err == nil || len(list) == 0 {
 		return list, err
 	}
@@ -31,7 +31,7 @@ func (s *Server) getImage(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	img, err := s.Images.Get(name)
+	img, err := s.Images.Get(r.Context(), name)
 	if err != nil {
 		return err
 	}
@@ -56,7 +56,7 @@ func (s *Server) pruneImages(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	writeJSON(w, http.StatusOK, api.PruneResult{Removed: mapped(removed, imageInfo)})
+	writeJSON(w, http.StatusOK, api.PruneResult{Removed: mapped(removed, func(i image.Image) api.ImageInfo { return imageInfo(Image{Image: i}) })})
 	return nil
 }
 
@@ -77,7 +77,7 @@ func (s *Server) buildImage(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return out.fail(r, err)
 	}
-	info := imageInfo(img)
+	info := imageInfo(Image{Image: img})
 	out.finish(api.ProgressEvent{Image: &info}, info)
 	return nil
 }

@@ -3,11 +3,8 @@ package server
 import (
 	"context"
 	"crypto/rand"
-	"crypto/sha256"
-	"crypto/subtle"
 	"encoding/hex"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -29,9 +26,11 @@ type note struct {
 	id    string
 	route string
 	err   error
+	who   principal
 
 	params  json.RawMessage // for the audit record
-	targets []string        // what the request was about, or made
+	target  string          // what the path names
+	targets []string        // what the request made, or is about instead
 
 	draining context.Context // ends when the daemon is told to stop
 }
@@ -110,7 +109,7 @@ func (w *recorder) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 func (s *Server) observe(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		start := time.Now()
-		n := &note{id: r.Header.Get("X-Request-Id"), route: "other", draining: s.draining}
+		n := &note{id: r.Header.Get("X-Request-Id"), route: "other", who: nobody, draining: s.draining}
 		if !requestIDPattern.MatchString(n.id) {
 			n.id = newRequestID()
 		}
@@ -180,49 +179,6 @@ func newRequestID() string {
 	var b [8]byte
 	_, _ = rand.Read(b[:]) // never fails
 	return hex.EncodeToString(b[:])
-}
-
-// guard protects the TCP listener: token, pages in a browser on this host, and names that were bent to point at it.
-func (s *Server) guard(next http.Handler) http.Handler {
-	crossOrigin := http.NewCrossOriginProtection()
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if err := crossOrigin.Check(r); err != nil {
-			writeError(w, r, &sandbox.Error{Code: codeForbidden, Message: "a page of another site may not ask this daemon", Err: err})
-			return
-		}
-		if err := s.authorize(r); err != nil {
-			if errors.Is(err, errToken) {
-				w.Header().Set("WWW-Authenticate", "Bearer")
-			}
-			writeError(w, r, err)
-			return
-		}
-		next.ServeHTTP(w, r)
-	})
-}
-
-var errToken = errors.New("bearer token")
-
-// authorize checks the token, or without one that the request really means this host.
-func (s *Server) authorize(r *http.Request) error {
-	if s.Token == "" {
-		return checkLoopbackName(r.Host)
-	}
-	if r.URL.Path == "/healthz" {
-		return nil
-	}
-	given, ok := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
-	// Hashed so that not even the length is told by the time it takes.
-	want, got := sha256.Sum256([]byte(s.Token)), sha256.Sum256([]byte(given))
-	if ok && subtle.ConstantTimeCompare(want[:], got[:]) == 1 {
-		return nil
-	}
-	message := "the token is not the one this daemon was started with"
-	if !ok {
-		message = "this daemon needs a token"
-	}
-	return &sandbox.Error{Code: codeUnauthorized, Message: message, Err: errToken,
-		Hint: "send it as Authorization: Bearer …; clients of forkd read it from FORKD_TOKEN"}
 }
 
 // checkLoopbackName refuses a Host that is a name elsewhere: a page whose name was bent to 127.0.0.1 counts as of this origin.

@@ -80,11 +80,11 @@ func TestRequestsAreRecorded(t *testing.T) {
 	}
 	uid := "uid " + strconv.Itoa(os.Geteuid())
 	want := []audit.Entry{
-		{Principal: uid, Action: "POST /v1/sandboxes/{id}/exec", Target: "sb1", Params: []byte(`{"args":["ls"],"env":{"KEY":"…"}}`), Status: 200, Outcome: "ok"},
-		{Principal: "token", Action: "GET /v1/sandboxes", Status: 200, Outcome: "ok"},
-		{Principal: "token", Action: "GET /v1/sandboxes", Status: 401, Outcome: "the token is not the one this daemon was started with: bearer token"},
-		{Principal: "nobody", Action: "DELETE /v1/sandboxes/sb1", Status: 401, Outcome: "this daemon needs a token: bearer token"},
-		{Principal: "token", Action: "GET /nothing", Status: 404, Outcome: "there is no /nothing"},
+		{Principal: uid, Tenant: "default", Action: "POST /v1/sandboxes/{id}/exec", Target: "sb1", Params: []byte(`{"args":["ls"],"env":{"KEY":"…"}}`), Status: 200, Outcome: "ok"},
+		{Principal: "token", Tenant: "default", Action: "GET /v1/sandboxes", Status: 200, Outcome: "ok"},
+		{Principal: "nobody", Action: "GET /v1/sandboxes", Status: 401, Outcome: "the token is not the one this daemon was started with: bearer token"},
+		{Principal: "nobody", Action: "DELETE /v1/sandboxes/sb1", Status: 401, Outcome: "this daemon needs a key: bearer token"},
+		{Principal: "token", Tenant: "default", Action: "GET /nothing", Status: 404, Outcome: "there is no /nothing"},
 	}
 	for i := range want {
 		want[i].RequestID = "r1"

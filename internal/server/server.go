@@ -8,7 +8,10 @@ import (
 	"strings"
 
 	"github.com/forkd/forkd/api"
+	"golang.org/x/time/rate"
+
 	"github.com/forkd/forkd/internal/audit"
+	"github.com/forkd/forkd/internal/keys"
 	"github.com/forkd/forkd/internal/sandbox"
 )
 
@@ -22,7 +25,10 @@ type Config struct {
 	Packs   Packs
 	Events  *Events // nil: nothing is told
 	Version api.Version
-	Token   string  // needed over TCP; "" means none
+	Token   string     // an administrator's, as published; "" means none
+	Keys    *keys.Ring // nil: none
+	KeyRate keys.Limit // of the token; of keys the ring knows
+	Socket  SocketAccess
 	Audit   Auditor // nil: no record is kept
 	Log     *slog.Logger
 }
@@ -35,10 +41,11 @@ type Auditor interface {
 // Server answers REST requests.
 type Server struct {
 	Config
-	metrics *metrics
-	replays *replays
-	life    context.Context // ends when the grace period of a shutdown is over
-	stop    context.CancelCauseFunc
+	tokenLimit *rate.Limiter
+	metrics    *metrics
+	replays    *replays
+	life       context.Context // ends when the grace period of a shutdown is over
+	stop       context.CancelCauseFunc
 
 	draining context.Context // ends when a shutdown begins
 	drain    context.CancelFunc
@@ -49,7 +56,7 @@ func New(cfg Config) *Server {
 	if cfg.Events == nil {
 		cfg.Events = NewEvents()
 	}
-	s := &Server{Config: cfg, replays: newReplays(replayWindow, replayEntries, replayBytes)}
+	s := &Server{Config: cfg, tokenLimit: cfg.KeyRate.Limiter(), replays: newReplays(replayWindow, replayEntries, replayBytes)}
 	s.life, s.stop = context.WithCancelCause(context.Background())
 	s.draining, s.drain = context.WithCancel(context.Background())
 	s.metrics = newMetrics(cfg.Service.Stats)
@@ -62,64 +69,71 @@ type handler func(w http.ResponseWriter, r *http.Request) error
 // route is one line of the table of routes.
 type route struct {
 	method, path string
+	access       access
 	handle       handler
 	creates      bool // takes an Idempotency-Key
 }
 
 func (s *Server) routes() []route {
 	return []route{
-		{"GET", "/healthz", s.health, false},
-		{"GET", "/version", s.version, false},
-		{"GET", "/metrics", s.metrics.serve, false},
-		{"GET", "/openapi.yaml", s.spec, false},
-		{"GET", "/v1/events", s.events, false},
+		{"GET", "/healthz", accessOpen, s.health, false},
+		{"GET", "/version", accessRead, s.version, false},
+		{"GET", "/metrics", accessHostRead, s.metrics.serve, false},
+		{"GET", "/openapi.yaml", accessRead, s.spec, false},
+		{"GET", "/v1/events", accessRead, s.events, false},
 
-		{"GET", "/v1/images", s.listImages, false},
-		{"POST", "/v1/images", s.buildImage, true},
-		{"POST", "/v1/images/prune", s.pruneImages, false},
-		{"GET", "/v1/images/{name}", s.getImage, false},
-		{"DELETE", "/v1/images/{name}", s.deleteImage, false},
+		{"GET", "/v1/keys", accessAdmin, s.listKeys, false},
+		{"POST", "/v1/keys", accessAdmin, s.createKey, false}, // an answer that is kept would keep the key
+		{"DELETE", "/v1/keys/{id}", accessAdmin, s.revokeKey, false},
 
-		{"GET", "/v1/snapshots", s.listSnapshots, false},
-		{"POST", "/v1/snapshots", s.createSnapshot, true},
-		{"POST", "/v1/snapshots/unpack", s.unpack, false},
-		{"DELETE", "/v1/snapshots/{tag}", s.deleteSnapshot, false},
-		{"GET", "/v1/snapshots/{tag}/info", s.snapshotInfo, false},
-		{"POST", "/v1/snapshots/{tag}/verify", s.verifySnapshot, false},
-		{"POST", "/v1/snapshots/{tag}/diff", s.diff, true},
-		{"POST", "/v1/snapshots/{tag}/compact", s.compact, true},
-		{"GET", "/v1/snapshots/{tag}/pack", s.pack, false},
-		{"GET", "/v1/snapshots/{tag}/pack/contents", s.packContents, false},
-		{"GET", "/v1/snapshots/{tag}/pool", s.getPool, false},
-		{"PUT", "/v1/snapshots/{tag}/pool", s.setPool, false},
-		{"GET", "/v1/tree", s.tree, false},
+		{"GET", "/v1/images", accessRead, s.listImages, false},
+		{"POST", "/v1/images", accessHostAdmin, s.buildImage, true},
+		{"POST", "/v1/images/prune", accessHostAdmin, s.pruneImages, false},
+		{"GET", "/v1/images/{name}", accessRead, s.getImage, false},
+		{"PUT", "/v1/images/{name}/sharing", accessHostAdmin, s.shareImage, false},
+		{"DELETE", "/v1/images/{name}", accessHostAdmin, s.deleteImage, false},
 
-		{"GET", "/v1/sandboxes", s.listSandboxes, false},
-		{"POST", "/v1/sandboxes", s.fork, true},
-		{"GET", "/v1/sandboxes/{id}", s.getSandbox, false},
-		{"DELETE", "/v1/sandboxes/{id}", s.killSandbox, false},
-		{"POST", "/v1/sandboxes/{id}/ping", s.ping, false},
-		{"POST", "/v1/sandboxes/{id}/exec", s.exec, false},
-		{"POST", "/v1/sandboxes/{id}/eval", s.eval, false},
-		{"GET", "/v1/sandboxes/{id}/logs", s.logs, false},
-		{"POST", "/v1/sandboxes/{id}/timeout", s.extend, false},
-		{"GET", "/v1/sandboxes/{id}/stats", s.sandboxStats, false},
-		{"POST", "/v1/sandboxes/{id}/branch", s.branch, true},
-		{"POST", "/v1/sandboxes/{id}/fork", s.forkRunning, true},
-		{"POST", "/v1/sandboxes/{id}/suspend", s.suspend, false},
-		{"POST", "/v1/sandboxes/{id}/resume", s.resume, false},
+		{"GET", "/v1/snapshots", accessRead, s.listSnapshots, false},
+		{"POST", "/v1/snapshots", accessRun, s.createSnapshot, true},
+		{"POST", "/v1/snapshots/unpack", accessAdmin, s.unpack, false},
+		{"DELETE", "/v1/snapshots/{tag}", accessRun, s.deleteSnapshot, false},
+		{"PUT", "/v1/snapshots/{tag}/sharing", accessHostAdmin, s.shareSnapshot, false},
+		{"GET", "/v1/snapshots/{tag}/info", accessRead, s.snapshotInfo, false},
+		{"POST", "/v1/snapshots/{tag}/verify", accessRun, s.verifySnapshot, false},
+		{"POST", "/v1/snapshots/{tag}/diff", accessRun, s.diff, true},
+		{"POST", "/v1/snapshots/{tag}/compact", accessRun, s.compact, true},
+		{"GET", "/v1/snapshots/{tag}/pack", accessRun, s.pack, false},
+		{"GET", "/v1/snapshots/{tag}/pack/contents", accessRun, s.packContents, false},
+		{"GET", "/v1/snapshots/{tag}/pool", accessRead, s.getPool, false},
+		{"PUT", "/v1/snapshots/{tag}/pool", accessAdmin, s.setPool, false},
+		{"GET", "/v1/tree", accessRead, s.tree, false},
 
-		{"GET", "/v1/workspaces", s.listWorkspaces, false},
-		{"POST", "/v1/workspaces", s.createWorkspace, true},
-		{"GET", "/v1/workspaces/{name}", s.getWorkspace, false},
-		{"DELETE", "/v1/workspaces/{name}", s.deleteWorkspace, false},
-		{"POST", "/v1/workspaces/{name}/suspend", s.suspendWorkspace, false},
-		{"POST", "/v1/workspaces/{name}/resume", s.resumeWorkspace, false},
+		{"GET", "/v1/sandboxes", accessRead, s.listSandboxes, false},
+		{"POST", "/v1/sandboxes", accessRun, s.fork, true},
+		{"GET", "/v1/sandboxes/{id}", accessRead, s.getSandbox, false},
+		{"DELETE", "/v1/sandboxes/{id}", accessRun, s.killSandbox, false},
+		{"POST", "/v1/sandboxes/{id}/ping", accessRun, s.ping, false},
+		{"POST", "/v1/sandboxes/{id}/exec", accessRun, s.exec, false},
+		{"POST", "/v1/sandboxes/{id}/eval", accessRun, s.eval, false},
+		{"GET", "/v1/sandboxes/{id}/logs", accessRead, s.logs, false},
+		{"POST", "/v1/sandboxes/{id}/timeout", accessRun, s.extend, false},
+		{"GET", "/v1/sandboxes/{id}/stats", accessRead, s.sandboxStats, false},
+		{"POST", "/v1/sandboxes/{id}/branch", accessRun, s.branch, true},
+		{"POST", "/v1/sandboxes/{id}/fork", accessRun, s.forkRunning, true},
+		{"POST", "/v1/sandboxes/{id}/suspend", accessRun, s.suspend, false},
+		{"POST", "/v1/sandboxes/{id}/resume", accessRun, s.resume, false},
+
+		{"GET", "/v1/workspaces", accessRead, s.listWorkspaces, false},
+		{"POST", "/v1/workspaces", accessRun, s.createWorkspace, true},
+		{"GET", "/v1/workspaces/{name}", accessRead, s.getWorkspace, false},
+		{"DELETE", "/v1/workspaces/{name}", accessRun, s.deleteWorkspace, false},
+		{"POST", "/v1/workspaces/{name}/suspend", accessRun, s.suspendWorkspace, false},
+		{"POST", "/v1/workspaces/{name}/resume", accessRun, s.resumeWorkspace, false},
 	}
 }
 
-// Handler answers all routes. Over TCP (trusted false) requests need the token; a Unix socket is protected by its permissions.
-func (s *Server) Handler(trusted bool) http.Handler {
+// Handler answers all routes, over TCP or on a Unix socket: there whoever carries no key is known by the credentials of its process.
+func (s *Server) Handler(unixSocket bool) http.Handler {
 	mux := http.NewServeMux()
 	methods := map[string][]string{}
 	for _, rt := range s.routes() {
@@ -131,15 +145,11 @@ func (s *Server) Handler(trusted bool) http.Handler {
 		if verb(path) {
 			continue // the name's own path says what is allowed
 		}
-		mux.Handle(path, s.answer(route{path: path, handle: methodNotAllowed(allowed)}))
+		mux.Handle(path, s.answer(route{path: path, access: accessOpen, handle: methodNotAllowed(allowed)}))
 	}
-	mux.Handle("/", s.answer(route{path: "other", handle: notFound}))
+	mux.Handle("/", s.answer(route{path: "other", access: accessOpen, handle: notFound}))
 
-	var h http.Handler = canonical(mux)
-	if !trusted {
-		h = s.guard(h)
-	}
-	return s.observe(h)
+	return s.observe(s.guard(canonical(mux), unixSocket))
 }
 
 // verb reports whether a path is one that a name could have as well: what has such a name must stay within reach of the other methods.
@@ -153,8 +163,10 @@ func (s *Server) answer(rt route) http.Handler {
 	if rt.creates {
 		handle = s.idempotent(handle)
 	}
+	handle = rt.access.admit(handle)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		noteRoute(r.Context(), rt.path)
+		noteTarget(r)
 		if err := handle(w, r); err != nil {
 			writeError(w, r, err)
 		}

@@ -28,6 +28,7 @@ type Snapshots interface {
 	Snapshot(ctx context.Context, tag string) (sandbox.Snapshot, error)
 	DeleteSnapshot(ctx context.Context, tag string, mode sandbox.DeleteMode) error
 	VerifySnapshot(ctx context.Context, tag string) error
+	ShareSnapshot(ctx context.Context, tag string, public bool) (sandbox.Snapshot, error)
 }
 
 // Pools keeps children ready.
@@ -74,11 +75,19 @@ type Packs interface {
 	Unpack(ctx context.Context, r io.Reader, req transfer.UnpackRequest, progress func(sandbox.Progress)) (transfer.Unpacked, error)
 }
 
-// Images builds and keeps root file systems. *image.Store has most of it; Remove must know who uses an image.
+// Image is an image as a caller sees it.
+type Image struct {
+	image.Image
+	Public bool // all tenants may use it
+}
+
+// Images builds and keeps root file systems. *image.Store has most of it; Remove must know who uses an image, and Get and List show a caller
+// (sandbox.TenantOf) what is its own or shared.
 type Images interface {
 	Build(context.Context, image.BuildSpec, func(image.Progress)) (image.Image, error)
-	Get(nameOrID string) (image.Image, error)
-	List() ([]image.Image, error)
+	Get(ctx context.Context, nameOrID string) (Image, error)
+	List(context.Context) ([]Image, error)
+	Share(ctx context.Context, nameOrID string, public bool) (Image, error)
 	Remove(ctx context.Context, nameOrID string) error
 	Prune(context.Context) ([]image.Image, error)
 }

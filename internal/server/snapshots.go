@@ -150,7 +150,7 @@ func (s *Server) snapshotInfo(w http.ResponseWriter, r *http.Request) error {
 	parentHash := ""
 	if snap.ParentTag != "" {
 		// A parent that went away meanwhile, or is damaged, is no reason to hide its child.
-		if parent, err := s.Service.Snapshot(r.Context(), snap.ParentTag); err == nil {
+		if parent, err := s.Service.Snapshot(r.Context(), snap.ParentTag); err == nil && parent.ID == snap.ParentID {
 			parentHash = parent.ContentHash
 		}
 	}

@@ -64,7 +64,7 @@ func (s *stream) fail(r *http.Request, err error) error {
 		s.end()
 		return err
 	}
-	err = endedByStop(r, err)
+	err = endedByKey(r, endedByStop(r, err))
 	body := describe(err)
 	body.RequestID = requestID(r.Context())
 	noteError(r.Context(), err)

@@ -89,6 +89,11 @@ func (s *stub) DeleteSnapshot(_ context.Context, _ string, mode sandbox.DeleteMo
 	s.deleted = append(s.deleted, mode)
 	return s.fail
 }
+func (s *stub) ShareSnapshot(_ context.Context, _ string, public bool) (sandbox.Snapshot, error) {
+	snap := stubSnapshot()
+	snap.Public = public
+	return snap, s.fail
+}
 func (s *stub) VerifySnapshot(context.Context, string) error { return s.fail }
 func (s *stub) SetPool(_ context.Context, tag string, size int) (sandbox.PoolStatus, error) {
 	return sandbox.PoolStatus{Tag: tag, Size: size}, s.fail
@@ -176,8 +181,15 @@ func (s stubImages) Build(_ context.Context, spec image.BuildSpec, p func(image.
 	p(image.Progress{Step: "rootfs", Detail: "python3", Done: 1, Total: 4})
 	return stubImage(), s.fail
 }
-func (s stubImages) Get(string) (image.Image, error)      { return stubImage(), s.fail }
-func (s stubImages) List() ([]image.Image, error)         { return []image.Image{stubImage()}, s.fail }
+func (s stubImages) Get(context.Context, string) (Image, error) {
+	return Image{Image: stubImage()}, s.fail
+}
+func (s stubImages) List(context.Context) ([]Image, error) {
+	return []Image{{Image: stubImage()}}, s.fail
+}
+func (s stubImages) Share(_ context.Context, _ string, public bool) (Image, error) {
+	return Image{Image: stubImage(), Public: public}, s.fail
+}
 func (s stubImages) Remove(context.Context, string) error { return s.fail }
 
 // fixture is a server over a stub that answers on a TCP port of this host.
@@ -185,6 +197,7 @@ type fixture struct {
 	*stub
 	server *Server
 	http   *httptest.Server
+	token  string // sent unless a request has an Authorization of its own
 }
 
 func newFixture(t *testing.T, change ...func(*Config)) *fixture {
@@ -227,6 +240,9 @@ func (f *fixture) do(t *testing.T, method, path, body string, headers ...string)
 	}
 	if body != "" {
 		req.Header.Set("Content-Type", "application/json")
+	}
+	if f.token != "" {
+		req.Header.Set("Authorization", "Bearer "+f.token)
 	}
 	for i := 0; i < len(headers); i += 2 {
 		req.Header.Set(headers[i], headers[i+1])

@@ -28,25 +28,28 @@ type Sandbox struct {
 	Reason         string
 	Env, Metadata  map[string]string
 	Process        vmm.Process // its zero value until the monitor is known, and while it is suspended
-	Name           string      // unique among those that have not ended; "" for none
+	Name           string      // unique among those of its tenant that have not ended; "" for none
 	AnchorID       string      // the nearest snapshot below it that is kept on disk
 	StateID        string      // the snapshot that it was last suspended to
 	AutoSuspend    time.Duration
 	AutoResume     bool
 	SuspendedAt    time.Time     // zero unless it is suspended
 	Left           time.Duration // until its deadline, while it is suspended; 0: it has none
+	Tenant         string        // whose it is
+	KeyID          string        // of the key it was started with; "" for none
+	Secrets        []string      // names of the secrets it was given
 }
 
 const (
 	insertSandbox = `INSERT INTO sandboxes (id, snapshot_id, snapshot_tag, state, created_ns, deadline_ns, ended_ns, ready_ns,
  memory_limit_mib, branch_count, path, guest_addr, netns, reason, env, metadata, process,
- name, anchor_id, auto_suspend_ns, auto_resume)
- VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`
+ name, anchor_id, auto_suspend_ns, auto_resume, tenant, key_id, secrets)
+ VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`
 	markRunning = `UPDATE sandboxes SET state = 'running', process = ?, ready_ns = ?, deadline_ns = ?, suspended_ns = 0, left_ns = 0
  WHERE id = ?`
 	selectSandbox = `SELECT id, snapshot_id, snapshot_tag, state, created_ns, deadline_ns, ended_ns, ready_ns,
  memory_limit_mib, branch_count, path, guest_addr, netns, reason, env, metadata, process,
- name, anchor_id, state_id, auto_suspend_ns, auto_resume, suspended_ns, left_ns FROM sandboxes`
+ name, anchor_id, state_id, auto_suspend_ns, auto_resume, suspended_ns, left_ns, tenant, key_id, secrets FROM sandboxes`
 )
 
 // AddSandbox records a sandbox before it is started. It wraps ErrExists when its name is taken.
@@ -63,11 +66,18 @@ func (db *DB) AddSandbox(ctx context.Context, s Sandbox) error {
 	if err != nil {
 		return fmt.Errorf("record sandbox %s: process: %w", s.ID, err)
 	}
+	secrets := []byte("[]")
+	if len(s.Secrets) > 0 {
+		if secrets, err = json.Marshal(s.Secrets); err != nil {
+			return fmt.Errorf("record sandbox %s: secrets: %w", s.ID, err)
+		}
+	}
 	db.mu.Lock()
 	defer db.mu.Unlock()
 	_, err = db.insert.ExecContext(ctx, s.ID, s.SnapshotID, s.SnapshotTag, s.State, nanos(s.CreatedAt), nanos(s.Deadline), nanos(s.EndedAt),
 		s.ReadyIn.Nanoseconds(), s.MemoryLimitMiB, s.BranchCount, s.Path, s.GuestAddr, s.Netns, s.Reason, env, meta, string(proc),
-		s.Name, s.AnchorID, s.AutoSuspend.Nanoseconds(), s.AutoResume)
+		s.Name, s.AnchorID, s.AutoSuspend.Nanoseconds(), s.AutoResume,
+		s.Tenant, s.KeyID, string(secrets))
 	if err != nil {
 		return fmt.Errorf("record sandbox %s: %w", s.ID, classify(err))
 	}
@@ -176,10 +186,11 @@ func (db *DB) sandboxes(ctx context.Context, query string, args ...any) ([]Sandb
 func scanSandbox(rows *sql.Rows) (Sandbox, error) {
 	var s Sandbox
 	var created, deadline, ended, ready, suspend, suspended, left int64
-	var env, meta, proc string
+	var env, meta, proc, secrets string
 	err := rows.Scan(&s.ID, &s.SnapshotID, &s.SnapshotTag, &s.State, &created, &deadline, &ended, &ready,
 		&s.MemoryLimitMiB, &s.BranchCount, &s.Path, &s.GuestAddr, &s.Netns, &s.Reason, &env, &meta, &proc,
-		&s.Name, &s.AnchorID, &s.StateID, &suspend, &s.AutoResume, &suspended, &left)
+		&s.Name, &s.AnchorID, &s.StateID, &suspend, &s.AutoResume, &suspended, &left,
+		&s.Tenant, &s.KeyID, &secrets)
 	if err != nil {
 		return s, err
 	}
@@ -188,10 +199,13 @@ func scanSandbox(rows *sql.Rows) (Sandbox, error) {
 	for _, f := range []struct {
 		name, text string
 		into       any
-	}{{"env", env, &s.Env}, {"metadata", meta, &s.Metadata}, {"process", proc, &s.Process}} {
+	}{{"env", env, &s.Env}, {"metadata", meta, &s.Metadata}, {"process", proc, &s.Process}, {"secrets", secrets, &s.Secrets}} {
 		if err := json.Unmarshal([]byte(f.text), f.into); err != nil {
 			return s, fmt.Errorf("sandbox %s: %s: %w", s.ID, f.name, err)
 		}
+	}
+	if len(s.Secrets) == 0 {
+		s.Secrets = nil
 	}
 	return s, nil
 }

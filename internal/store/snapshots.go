@@ -21,6 +21,9 @@ const (
 type Snapshot struct {
 	ID        string
 	Tag       string // "" when it has none
+	Tenant    string // whose it is; tags are unique among those of one tenant
+	Public    bool   // others may fork it
+	Secrets   bool   // secrets that a sandbox was given are in its memory
 	Status    SnapshotStatus
 	Image     string // as it was asked for
 	CreatedAt time.Time
@@ -64,22 +67,23 @@ func (s Snapshot) name() string {
 
 func addSnapshot(ctx context.Context, tx *sql.Tx, s Snapshot) error {
 	_, err := tx.ExecContext(ctx,
-		`INSERT INTO snapshots (id, status, image, created_ns, boot_warm_ns, pool_size, owner) VALUES (?, ?, ?, ?, ?, ?, ?)`,
-		s.ID, s.Status, s.Image, nanos(s.CreatedAt), s.BootWarm.Nanoseconds(), s.PoolSize, s.Owner)
+		`INSERT INTO snapshots (id, status, image, created_ns, boot_warm_ns, pool_size, owner, tenant, public, secrets)
+ VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`,
+		s.ID, s.Status, s.Image, nanos(s.CreatedAt), s.BootWarm.Nanoseconds(), s.PoolSize, s.Owner, s.Tenant, s.Public, s.Secrets)
 	if err != nil || s.Tag == "" {
 		return err
 	}
-	return addTag(ctx, tx, s.Tag, s.ID, s.CreatedAt)
+	return addTag(ctx, tx, s.Tenant, s.Tag, s.ID, s.CreatedAt)
 }
 
-func addTag(ctx context.Context, tx *sql.Tx, tag, id string, at time.Time) error {
-	_, err := tx.ExecContext(ctx, `INSERT INTO tags (tag, snapshot_id, created_ns) VALUES (?, ?, ?)`, tag, id, nanos(at))
+func addTag(ctx context.Context, tx *sql.Tx, tenant, tag, id string, at time.Time) error {
+	_, err := tx.ExecContext(ctx, `INSERT INTO tags (tenant, tag, snapshot_id, created_ns) VALUES (?, ?, ?, ?)`, tenant, tag, id, nanos(at))
 	return err
 }
 
-// AddTag gives a snapshot a tag. It wraps ErrExists when the tag is taken.
-func (db *DB) AddTag(ctx context.Context, tag, id string, at time.Time) error {
-	return db.tx(ctx, "record tag "+tag, func(tx *sql.Tx) error { return addTag(ctx, tx, tag, id, at) })
+// AddTag gives a snapshot of the tenant a tag. It wraps ErrExists when the tag is taken.
+func (db *DB) AddTag(ctx context.Context, tenant, tag, id string, at time.Time) error {
+	return db.tx(ctx, "record tag "+tag, func(tx *sql.Tx) error { return addTag(ctx, tx, tenant, tag, id, at) })
 }
 
 // MarkSnapshotReady records that the snapshot is published.
@@ -127,7 +131,7 @@ func (db *DB) SetPoolSize(ctx context.Context, id string, size int) error {
 func (db *DB) Snapshots(ctx context.Context) ([]Snapshot, error) {
 	rows, err := db.reader.QueryContext(ctx,
 		`SELECT s.id, coalesce(t.tag, ''), s.status, s.image, s.created_ns, s.boot_warm_ns, s.pool_size,
-		  s.owner, s.warning, s.pause_ns, s.diff_ns, s.diff_physical, s.diff_logical
+		  s.owner, s.warning, s.pause_ns, s.diff_ns, s.diff_physical, s.diff_logical, s.tenant, s.public, s.secrets
 		 FROM snapshots s LEFT JOIN tags t ON t.snapshot_id = s.id ORDER BY t.tag, s.id`)
 	if err != nil {
 		return nil, fmt.Errorf("list snapshots: %w", classify(err))
@@ -138,7 +142,8 @@ func (db *DB) Snapshots(ctx context.Context) ([]Snapshot, error) {
 		var s Snapshot
 		var created, bootWarm, pause, diff int64
 		if err := rows.Scan(&s.ID, &s.Tag, &s.Status, &s.Image, &created, &bootWarm, &s.PoolSize,
-			&s.Owner, &s.Warning, &pause, &diff, &s.DiffPhysical, &s.DiffLogical); err != nil {
+			&s.Owner, &s.Warning, &pause, &diff, &s.DiffPhysical, &s.DiffLogical,
+			&s.Tenant, &s.Public, &s.Secrets); err != nil {
 			return nil, fmt.Errorf("list snapshots: %w", err)
 		}
 		s.CreatedAt, s.BootWarm = fromNanos(created), time.Duration(bootWarm)

@@ -32,9 +32,9 @@ func (db *DB) CountBranch(ctx context.Context, id string) error {
 	return db.write(ctx, "count a branch of sandbox "+id, `UPDATE sandboxes SET branch_count = branch_count + 1 WHERE id = ?`, id)
 }
 
-// EndedByName returns the sandbox with a name that ended last. It wraps ErrNotFound when there is none.
-func (db *DB) EndedByName(ctx context.Context, name string) (Sandbox, error) {
-	all, err := db.sandboxes(ctx, selectSandbox+` WHERE name = ? AND ended_ns > 0 ORDER BY ended_ns DESC LIMIT 1`, name)
+// EndedByName returns the sandbox of a tenant with a name that ended last. It wraps ErrNotFound when there is none.
+func (db *DB) EndedByName(ctx context.Context, tenant, name string) (Sandbox, error) {
+	all, err := db.sandboxes(ctx, selectSandbox+` WHERE tenant = ? AND name = ? AND ended_ns > 0 ORDER BY ended_ns DESC LIMIT 1`, tenant, name)
 	if err != nil {
 		return Sandbox{}, err
 	}

@@ -72,13 +72,13 @@ func TestSandboxNames(t *testing.T) {
 	if err := db.AddSandbox(ctx, named("sb4")); !errors.Is(err, store.ErrExists) {
 		t.Errorf("a second sandbox with the name: got %v, want ErrExists", err)
 	}
-	if _, err := db.EndedByName(ctx, "work"); !errors.Is(err, store.ErrNotFound) {
+	if _, err := db.EndedByName(ctx, "", "work"); !errors.Is(err, store.ErrNotFound) {
 		t.Errorf("EndedByName of one that lives: got %v, want ErrNotFound", err)
 	}
 	must(t, db.EndSandbox(ctx, "sb1", "failed", "", epoch))
 	must(t, db.AddSandbox(ctx, named("sb4")))
 	must(t, db.EndSandbox(ctx, "sb4", "failed", "", epoch.Add(time.Second)))
-	got, err := db.EndedByName(ctx, "work")
+	got, err := db.EndedByName(ctx, "", "work")
 	must(t, err)
 	if got.ID != "sb4" {
 		t.Errorf("EndedByName: got %s, want the one that ended last", got.ID)
@@ -96,10 +96,10 @@ func TestSnapshotFamilyRecords(t *testing.T) {
 	if err := db.AddSnapshots(ctx, more, clash); !errors.Is(err, store.ErrExists) {
 		t.Errorf("a family whose tag is taken: got %v, want ErrExists", err)
 	}
-	if err := db.AddTag(ctx, "py", "root", epoch); !errors.Is(err, store.ErrExists) {
+	if err := db.AddTag(ctx, "", "py", "root", epoch); !errors.Is(err, store.ErrExists) {
 		t.Errorf("AddTag that is taken: got %v, want ErrExists", err)
 	}
-	must(t, db.AddTag(ctx, "base", "root", epoch))
+	must(t, db.AddTag(ctx, "", "base", "root", epoch))
 	root.Tag = "base"
 	tip.Measured = store.Measured{Warning: "not live", Pause: time.Millisecond, Diff: time.Second, DiffPhysical: 1, DiffLogical: 2}
 	must(t, db.SetMeasured(ctx, "tip", tip.Measured))

@@ -42,7 +42,9 @@ func (d *fakeDomain) Snapshot(_ context.Context, tag string) (sandbox.Snapshot, 
 	return s, nil
 }
 
-func (d *fakeDomain) Hold(tag string) (id string, release func(), err error) {
+func (d *fakeDomain) TakeImage(context.Context, string, bool) error { return nil }
+
+func (d *fakeDomain) Hold(_ context.Context, tag string) (id string, release func(), err error) {
 	s, err := d.Snapshot(context.Background(), tag)
 	if err != nil {
 		return "", nil, err

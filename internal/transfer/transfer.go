@@ -18,9 +18,11 @@ import (
 type Domain interface {
 	Snapshot(ctx context.Context, tag string) (sandbox.Snapshot, error)
 	// Hold keeps a snapshot that is on disk, and what it rests on, from being deleted until release.
-	Hold(tag string) (id string, release func(), err error)
+	Hold(ctx context.Context, tag string) (id string, release func(), err error)
 	// AddSnapshot publishes a tag for a snapshot that was just unpacked into the store, and takes in what it rests on.
 	AddSnapshot(ctx context.Context, tag, id string) error
+	// TakeImage gives the caller an image that was just unpacked; fresh says that it was not here before.
+	TakeImage(ctx context.Context, id string, fresh bool) error
 	// ImageInUse reports by an error who needs an image.
 	ImageInUse(id string) error
 }
@@ -66,7 +68,7 @@ type Head struct {
 
 // Head returns what the pack of the snapshot with a tag will begin with.
 func (s *Service) Head(ctx context.Context, tag string) (Head, error) {
-	id, release, err := s.domain.Hold(tag)
+	id, release, err := s.domain.Hold(ctx, tag)
 	if err != nil {
 		return Head{}, err
 	}
@@ -83,7 +85,7 @@ func (s *Service) Head(ctx context.Context, tag string) (Head, error) {
 // Pack writes the snapshot with a tag, all it rests on, and its image to w. signature, made over Head's contents by pack.Sign, goes into the
 // pack; nil leaves it unsigned. An error before the first byte leaves w untouched; after it, what was written is no valid pack.
 func (s *Service) Pack(ctx context.Context, tag string, w io.Writer, signature []byte) error {
-	id, release, err := s.domain.Hold(tag)
+	id, release, err := s.domain.Hold(ctx, tag)
 	if err != nil {
 		return err
 	}
@@ -135,6 +137,9 @@ func (s *Service) Unpack(ctx context.Context, r io.Reader, req UnpackRequest, te
 		return Unpacked{}, unpackFault(err)
 	}
 	out := Unpacked{New: res.Published, Present: res.Present, ImageID: res.Image, NewImage: res.NewImage, SignedBy: res.SignedBy}
+	if err := s.domain.TakeImage(ctx, res.Image, res.NewImage); err != nil {
+		return Unpacked{}, err
+	}
 	out.Snapshot, err = s.domain.Snapshot(ctx, tag)
 	return out, err
 }

@@ -56,6 +56,11 @@ func rules() []rule {
 			why: "the domain uses them",
 		},
 		{
+			name: "keys know nothing of what they open",
+			from: []string{"internal/keys/..."}, deny: append(engines(), "internal/sandbox/...", "internal/server/...", "net/http"), tests: true,
+			why: "the server asks them, and tells the domain who asks",
+		},
+		{
 			name: "the server has no engine and no SQL",
 			from: []string{"internal/server/..."}, deny: append(engines(), "internal/store/..."),
 			why: "handlers call the domain and hold no business rules",
