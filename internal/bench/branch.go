@@ -5,9 +5,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"slices"
 	"time"
 
+	"github.com/forkd/forkd/api"
 	"github.com/forkd/forkd/client"
 )
 
@@ -36,7 +38,7 @@ type BranchRun struct {
 	Errors        []Count `json:"errors,omitempty"`
 	Warnings      []Count `json:"warnings,omitempty"` // such as that the mode is not to be had here
 	PauseMS       Millis  `json:"pause_ms"`           // the monitor did not run the guest
-	GuestStallMS  Millis  `json:"guest_stall_ms"`     // a program in the guest got nothing done, at most: by its clock, and the pause if that stops the clock
+	GuestStallMS  Millis  `json:"guest_stall_ms"`     // a program in the guest got nothing done, at most: by its clock, and the pause where that stopped the clock
 	GuestClockMS  Millis  `json:"guest_clock_ms"`     // the longest such time by the guest's clock while the request lasted
 	ClockStops    bool    `json:"guest_clock_stops"`  // the guest's clock stands still in a pause
 	IdleStallMS   Millis  `json:"idle_stall_ms"`      // the longest in as long a time before, without a branch: what the host does to any guest
@@ -114,7 +116,8 @@ func subjectOf(ctx context.Context, c *client.Client, tag string) (Subject, erro
 // sample is one branch.
 type sample struct {
 	idle, busy span
-	snap       client.Snapshot
+	resumed    time.Time // when the answer came that says that the source runs again
+	snap       client.SnapshotDetail
 	err        error
 }
 
@@ -128,10 +131,18 @@ func branchMode(ctx context.Context, c *client.Client, opt BranchOptions, mode c
 	if err != nil {
 		return nil, err
 	}
+	stream, err := c.Events(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = stream.Close() }()
+	next, end := iter.Pull2(stream.All())
+	defer end()
+	b := &brancher{w: w, mode: mode, next: next}
 	samples := make([]sample, opt.N)
 	rest := leastRest
 	for i := range samples {
-		if samples[i], err = branchOnce(ctx, w, mode, rest); err != nil {
+		if samples[i], err = b.branch(ctx, rest); err != nil {
 			return nil, err
 		}
 		rest = max(leastRest, samples[i].busy.length())
@@ -146,28 +157,79 @@ func branchMode(ctx context.Context, c *client.Client, opt BranchOptions, mode c
 // leastRest is how long the source is left alone between two branches, at least: else as long as a branch takes.
 const leastRest = 250 * time.Millisecond
 
-// branchOnce rests, branches, and removes the branch. Its error is one that makes it useless to go on.
-func branchOnce(ctx context.Context, w *writer, mode client.BranchMode, rest time.Duration) (s sample, err error) {
-	ahead, err := w.clockAhead(ctx)
+// brancher branches a sandbox over and over.
+type brancher struct {
+	w    *writer
+	mode client.BranchMode
+	next func() (client.Event, error, bool)
+}
+
+// branch rests, branches, and removes the branch. Its error is one that makes it useless to go on. The guest is asked for its clock before the
+// rest and after what is measured, with some time between: an answer is work for its one processor, too.
+func (b *brancher) branch(ctx context.Context, rest time.Duration) (s sample, err error) {
+	ahead, err := b.w.clockAhead(ctx)
 	if err != nil {
 		return s, err
 	}
+	if err := pauseFor(ctx, settle); err != nil {
+		return s, err
+	}
 	s.idle = span{from: time.Now(), fromAhead: ahead, toAhead: ahead}
-	timer := time.NewTimer(rest)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-	case <-ctx.Done():
-		return s, ctx.Err()
+	if err := pauseFor(ctx, rest); err != nil {
+		return s, err
 	}
 	s.idle.to = time.Now()
 	s.busy = span{from: s.idle.to, fromAhead: ahead}
-	s.snap, s.err = w.c.Branch(ctx, w.id, client.BranchRequest{Mode: mode, Wait: client.Bool(true)})
-	s.busy.to = time.Now()
-	if s.busy.toAhead, err = w.clockAhead(ctx); err != nil || s.err != nil {
+	made, err := b.w.c.Branch(ctx, b.w.id, client.BranchRequest{Mode: b.mode, Wait: client.Bool(false)})
+	s.resumed = time.Now()
+	if err != nil {
+		s.err = err
+	} else if s.err, err = b.await(made.Tag); err != nil {
 		return s, err
 	}
-	return s, w.c.DeleteSnapshot(ctx, s.snap.Tag, client.DeleteUnused)
+	s.busy.to = time.Now()
+	if err := pauseFor(ctx, settle); err != nil {
+		return s, err
+	}
+	if s.busy.toAhead, err = b.w.clockAhead(ctx); err != nil || s.err != nil {
+		return s, err
+	}
+	if s.snap, err = b.w.c.SnapshotInfo(ctx, made.Tag); err != nil {
+		return s, err
+	}
+	return s, b.w.c.DeleteSnapshot(ctx, made.Tag, client.DeleteUnused)
+}
+
+// settle keeps what is asked of a guest apart from what is measured: more than the clocks may be off.
+const settle = 4 * clockError
+
+func pauseFor(ctx context.Context, d time.Duration) error {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// await waits until a snapshot is on disk; failed is why it is not.
+func (b *brancher) await(tag string) (failed, err error) {
+	for {
+		event, err, ok := b.next()
+		switch {
+		case err != nil:
+			return nil, err
+		case !ok:
+			return nil, errors.New("the daemon's events ended")
+		case event.Tag != tag:
+		case event.Kind == api.EventKindSnapshotReady:
+			return nil, nil
+		case event.Kind == api.EventKindSnapshotFailed:
+			return fmt.Errorf("it could not be stored: %s", event.Reason), nil
+		}
+	}
 }
 
 // clockStops says whether the guest's clock lost the time of the pauses.
@@ -202,12 +264,8 @@ func summariseBranches(samples []sample, saw writerResult) *BranchRun {
 			errs[s.err.Error()]++
 			continue
 		}
-		gap := saw.longestGap(s.busy)
-		pause, seen, ready = append(pause, s.pause()), append(seen, gap), append(ready, s.busy.length())
-		if run.ClockStops {
-			gap += s.pause()
-		}
-		stall = append(stall, gap)
+		pause, seen, ready = append(pause, s.pause()), append(seen, saw.longestGap(s.busy)), append(ready, s.busy.length())
+		stall = append(stall, saw.stall(s, run.ClockStops))
 		layer = append(layer, cmp.Or(s.snap.DiffPhysicalBytes, s.snap.MemoryPhysicalBytes))
 		if s.snap.Warning != "" {
 			warnings[s.snap.Warning]++

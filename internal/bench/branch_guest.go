@@ -126,12 +126,36 @@ const (
 	clockError = 5 * time.Millisecond // how far a moment of the guest may be off
 )
 
+// touches says whether one of the program's gaps reaches into the span.
+func (s span) touches(gap [2]int64) bool {
+	return gap[0] >= s.from.Add(s.fromAhead-clockError).UnixNano() && gap[0]-gap[1] <= s.to.Add(s.toAhead+clockError).UnixNano()
+}
+
 // longestGap returns the longest time in a span in which the program got nothing done, by the guest's clock.
 func (r writerResult) longestGap(s span) (longest time.Duration) {
-	from, to := s.from.Add(s.fromAhead-clockError).UnixNano(), s.to.Add(s.toAhead+clockError).UnixNano()
 	for _, g := range r.Gaps {
-		if end, length := g[0], g[1]; end >= from && end-length <= to {
-			longest = max(longest, time.Duration(length))
+		if s.touches(g) {
+			longest = max(longest, time.Duration(g[1]))
+		}
+	}
+	return longest
+}
+
+// stall returns the longest time in which the program got nothing done while its machine was branched. A clock that the pause stopped tells
+// nothing of it, so the pause is added to whatever gap it may have been in.
+func (r writerResult) stall(s sample, clockStops bool) time.Duration {
+	if !clockStops {
+		return r.longestGap(s.busy)
+	}
+	longest := s.pause()
+	paused := span{from: s.resumed.Add(-s.pause() - clockError), to: s.resumed, fromAhead: s.busy.fromAhead, toAhead: s.busy.fromAhead}
+	for _, g := range r.Gaps {
+		length := time.Duration(g[1])
+		if paused.touches(g) {
+			length += s.pause()
+		}
+		if s.busy.touches(g) {
+			longest = max(longest, length)
 		}
 	}
 	return longest

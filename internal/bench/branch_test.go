@@ -43,13 +43,14 @@ func TestSummariseBranches(t *testing.T) {
 		return span{from: begin.Add(time.Duration(from) * time.Millisecond), to: begin.Add(time.Duration(to) * time.Millisecond), toAhead: -2 * time.Millisecond}
 	}
 	samples := []sample{
-		{idle: span(0, 100), busy: span(100, 300), snap: client.Snapshot{PauseMS: 2, DiffPhysicalBytes: 60 << 20, Warning: "diff instead"}},
+		{idle: span(0, 100), busy: span(100, 300), resumed: begin.Add(150 * time.Millisecond),
+			snap: client.SnapshotDetail{PauseMS: 2, DiffPhysicalBytes: 60 << 20, Warning: "diff instead"}},
 		{idle: span(400, 500), busy: span(500, 600), err: errors.New("no")},
 	}
-	saw := writerResult{Seconds: 2, Bytes: 100 << 20, Rounds: 3, Gaps: [][2]int64{{begin.Add(200 * time.Millisecond).UnixNano(), 4e6}}}
+	saw := writerResult{Seconds: 2, Bytes: 100 << 20, Rounds: 3, Gaps: [][2]int64{{begin.Add(149 * time.Millisecond).UnixNano(), 3e6}, {begin.Add(200 * time.Millisecond).UnixNano(), 4e6}}}
 	got := summariseBranches(samples, saw)
 	want := &BranchRun{N: 2, Failed: 1, Errors: []Count{{"no", 1}}, Warnings: []Count{{"diff instead", 1}}, PauseMS: Millis{2, 2, 2},
-		GuestStallMS: Millis{6, 6, 6},
+		GuestStallMS: Millis{5, 5, 5}, // the shorter gap, with the pause in it
 		GuestClockMS: Millis{4, 4, 4}, ClockStops: true, ReadyMS: Millis{200, 200, 200}, LayerMiB: 60, WroteMiBPerS: 50, RewroteRounds: 3}
 	if diff := cmp.Diff(got, want, cmpopts.EquateEmpty()); diff != "" {
 		t.Errorf("summary (-got +want):\n%s", diff)
