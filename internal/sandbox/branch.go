@@ -203,7 +203,7 @@ func (j *branch) run(ctx context.Context, resumed func()) error {
 func (j *branch) write(ctx context.Context) error {
 	m, f := j.m, j.frozen
 	man, err := m.persist(ctx, persisting{frozen: f, layer: j.instant.Layer, image: j.image, base: j.instant.base, device: j.instant.device,
-		full: j.req.Mode == BranchFull, staged: pointBranchStaged, publish: pointBranchPublished}, j.undo)
+		full: j.req.Mode == BranchFull, gently: true, staged: pointBranchStaged, publish: pointBranchPublished}, j.undo)
 	if err != nil {
 		return err
 	}

@@ -18,6 +18,7 @@ type persisting struct {
 	base    *memory.Image // what the layer is the difference to
 	device  *os.File
 	full    bool // rest on no other snapshot
+	gently  bool // the source goes on meanwhile
 	staged  string
 	publish string // failpoints
 }
@@ -35,6 +36,9 @@ func (m *Manager) persist(ctx context.Context, p persisting, undo *cleanup) (sna
 		return snapshot.Manifest{}, err
 	}
 	undo.add(staging.Abort)
+	if p.gently {
+		staging.Gently()
+	}
 	man := p.frozen.manifest
 	if man.Parent, err = m.writeMemory(ctx, staging, p, parent); err != nil {
 		return snapshot.Manifest{}, err

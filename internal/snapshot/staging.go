@@ -29,6 +29,7 @@ type Staging struct {
 	index  *index     // nil: no memory yet
 	device Blob       // without a digest: no device state yet
 
+	gently   bool
 	prepared bool // all is durable
 }
 
@@ -59,6 +60,10 @@ func (s *Store) Stage(id string) (*Staging, error) {
 		}
 	}
 }
+
+// Gently has memory written with at most about half a processor, whatever else is free: a guest that goes on meanwhile is not to notice. Where
+// all of a host's processors are busy they are often taken away: for tens of milliseconds at a time, by a quota (bench/README.md).
+func (st *Staging) Gently() { st.gently = true }
 
 // ID is the snapshot's id.
 func (st *Staging) ID() string { return st.id }
@@ -99,7 +104,7 @@ func (st *Staging) writeMemory(ctx context.Context, src *source, layer bool) err
 	if err != nil {
 		return err
 	}
-	w := &memoryWriter{file: f, compress: st.store.compress, hook: st.store.hook}
+	w := &memoryWriter{file: f, compress: st.store.compress, hook: st.store.hook, gently: st.gently}
 	x, err := w.write(ctx, src)
 	if err != nil {
 		return err

@@ -5,6 +5,7 @@ import (
 	"crypto/sha256"
 	"os"
 	"sync"
+	"time"
 
 	"github.com/klauspost/compress/zstd"
 	"golang.org/x/sync/errgroup"
@@ -23,6 +24,7 @@ type memoryWriter struct {
 	compress bool
 	hook     func(Step) error
 	check    func(j *job) error // after hashing; nil: any chunk will do
+	gently   bool               // see Staging.Gently
 
 	buffers sync.Pool // of *[]byte, ChunkBytes long
 }
@@ -54,6 +56,9 @@ func (w *memoryWriter) run(ctx context.Context, x *index, produce func(emit func
 	w.buffers.New = func() any { b := make([]byte, ChunkBytes); return &b }
 	x.sums, x.stored = nil, nil
 	workers := thread.Cores()
+	if w.gently {
+		workers = 1
+	}
 	group, ctx := errgroup.WithContext(ctx)
 	toHash := make(chan *job, workers)
 	toWrite := make(chan *job, 2*workers)
@@ -66,10 +71,13 @@ func (w *memoryWriter) run(ctx context.Context, x *index, produce func(emit func
 	for range workers {
 		group.Go(func() error {
 			thread.Behind()
-			return w.hash(toHash)
+			return w.hash(ctx, toHash)
 		})
 	}
-	group.Go(func() error { return w.writeChunks(ctx, toWrite, x) })
+	group.Go(func() error {
+		thread.Behind()
+		return w.writeChunks(ctx, toWrite, x)
+	})
 	return group.Wait()
 }
 
@@ -89,7 +97,7 @@ func send(ctx context.Context, j *job, queues ...chan<- *job) error {
 	return nil
 }
 
-func (w *memoryWriter) hash(in <-chan *job) error {
+func (w *memoryWriter) hash(ctx context.Context, in <-chan *job) error {
 	var enc *zstd.Encoder
 	if w.compress {
 		var err error
@@ -100,6 +108,7 @@ func (w *memoryWriter) hash(in <-chan *job) error {
 		defer enc.Close()
 	}
 	for j := range in {
+		begin := time.Now()
 		raw := (*j.pages)[:j.n]
 		j.sum, j.out = sha256.Sum256(raw), raw
 		if w.check != nil {
@@ -113,9 +122,27 @@ func (w *memoryWriter) hash(in <-chan *job) error {
 			}
 		}
 		close(j.hashed)
-		thread.Yield()
+		if !w.gently {
+			thread.Yield()
+		} else if err := rest(ctx, gentleRest*time.Since(begin)); err != nil {
+			return err
+		}
 	}
 	return nil
+}
+
+// gentleRest is for how many times as long as it worked on a chunk a gentle writer rests: reading and writing it is work, too.
+const gentleRest = 2
+
+func rest(ctx context.Context, d time.Duration) error {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
 }
 
 func (w *memoryWriter) writeChunks(ctx context.Context, in <-chan *job, x *index) error {
