@@ -22,7 +22,9 @@ type Config struct {
 	URL string
 	// Token is sent over TCP. Empty: FORKD_TOKEN.
 	Token string
-	// Getenv is asked for FORKD_URL, FORKD_TOKEN and XDG_RUNTIME_DIR. Nil: os.Getenv.
+	// CAFile has the certificates (PEM) of who vouches for an https daemon. Empty: FORKD_CACERT, else those the host trusts.
+	CAFile string
+	// Getenv is asked for FORKD_URL, FORKD_TOKEN, FORKD_CACERT and XDG_RUNTIME_DIR. Nil: os.Getenv.
 	Getenv func(string) string
 }
 
@@ -58,6 +60,9 @@ func New(cfg Config) (*Client, error) {
 		DisableCompression:  true,
 		// A pack that is not wanted is refused before it is sent.
 		ExpectContinueTimeout: 5 * time.Second,
+	}
+	if transport.TLSClientConfig, err = trust(cfg); err != nil {
+		return nil, err
 	}
 	if addr.socket != "" {
 		transport.DialContext = func(ctx context.Context, _, _ string) (net.Conn, error) {

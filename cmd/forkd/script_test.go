@@ -25,8 +25,8 @@ import (
 	"github.com/rogpeppe/go-internal/testscript"
 
 	"github.com/forkd/forkd/api"
-	"github.com/forkd/forkd/internal/failpoint"
 	"github.com/forkd/forkd/internal/confine"
+	"github.com/forkd/forkd/internal/failpoint"
 	"github.com/forkd/forkd/internal/vmm"
 	"github.com/forkd/forkd/internal/vmm/vmmtest"
 )

@@ -18,9 +18,13 @@ import (
 
 type serveCmd struct {
 	daemonFlags
-	Listen       string        `default:"127.0.0.1:8889" help:"TCP address; empty: none. One that others can reach needs a token."`
+	Listen       string        `default:"127.0.0.1:8889" help:"TCP address; empty: none. One that others can reach needs TLS, and keys or a token."`
 	Socket       string        `placeholder:"FILE" help:"Unix socket. Default: forkd.sock in the run directory."`
-	TokenFile    string        `placeholder:"FILE" help:"File with the bearer token that is needed over TCP."`
+	TLSCert      string        `name:"tls-cert" placeholder:"FILE" help:"Speak TLS over TCP, with this certificate and its chain (PEM). It is read again when it changes, and on SIGHUP."`
+	TLSKey       string        `name:"tls-key" placeholder:"FILE" help:"The certificate's private key (PEM)."`
+	SocketGroup  string        `placeholder:"GROUP" help:"Let the members of this group use the socket too; it must not be in the run directory then."`
+	SocketScope  string        `enum:"read,run,admin" default:"run" help:"What they may do there: ${enum}."`
+	TokenFile    string        `placeholder:"FILE" help:"File with a bearer token: an administrator of the default tenant, besides the keys."`
 	DrainTimeout time.Duration `default:"30s" help:"How long requests may go on after a signal to stop."`
 	LogFormat    string        `enum:"text,json" default:"text" help:"Log as ${enum}."`
 	LogLevel     string        `enum:"debug,info,warn,error" default:"info" help:"Log from this level: ${enum}."`
@@ -50,29 +54,45 @@ func (c *serveCmd) Run(p *program) error {
 	if err != nil {
 		return err
 	}
-	unixListener, tcpListener, err := c.listen(token != "")
+	socket, err := c.socketAccess()
 	if err != nil {
 		return errors.Join(err, d.close())
 	}
-	err = c.serve(p, d, token, unixListener, tcpListener, log)
+	cert, err := c.certificate(log)
+	if err != nil {
+		return errors.Join(err, d.close())
+	}
+	unixListener, tcpListener, err := c.listen(token != "" || d.keys.Any(), cert, socket)
+	if err != nil {
+		return errors.Join(err, d.close())
+	}
+	defer cert.reloadOnSignal(log)()
+	err = c.serve(p, d, token, socket, unixListener, tcpListener, log)
 	return errors.Join(err, d.close())
 }
 
-func (c *serveCmd) listen(haveToken bool) (unixListener, tcpListener net.Listener, err error) {
-	if unixListener, err = server.ListenUnix(c.Socket); err != nil {
+func (c *serveCmd) listen(guarded bool, cert *certificate, socket server.SocketAccess) (unixListener, tcpListener net.Listener, err error) {
+	var groups []int
+	if socket.Scope != "" {
+		groups = append(groups, socket.Group)
+	}
+	if unixListener, err = server.ListenUnix(c.Socket, groups...); err != nil {
 		return nil, nil, err
 	}
 	if c.Listen == "" {
 		return unixListener, nil, nil
 	}
-	if tcpListener, err = server.ListenTCP(c.Listen, haveToken); err != nil {
+	if tcpListener, err = server.ListenTCP(c.Listen, server.Protection{Keys: guarded, TLS: cert != nil}); err != nil {
 		return nil, nil, errors.Join(err, unixListener.Close())
+	}
+	if cert != nil {
+		tcpListener = cert.Listener(tcpListener)
 	}
 	return unixListener, tcpListener, nil
 }
 
 // serve finds out what an earlier daemon left, answers requests, and drains.
-func (c *serveCmd) serve(p *program, d *daemon, token string, unixListener, tcpListener net.Listener, log *slog.Logger) error {
+func (c *serveCmd) serve(p *program, d *daemon, token string, socket server.SocketAccess, unixListener, tcpListener net.Listener, log *slog.Logger) error {
 	recovery, err := d.manager.Recover(p.ctx)
 	if err != nil {
 		closeAll(unixListener, tcpListener)
@@ -86,7 +106,7 @@ func (c *serveCmd) serve(p *program, d *daemon, token string, unixListener, tcpL
 		logEngine(p.ctx, d.engine, log)
 	}()
 	srv := server.New(server.Config{Service: d.manager, Images: d.images, Packs: d.packs, Events: d.events, Audit: d.audit, Version: ownVersion(), Token: token,
-		Keys: d.keys, KeyRate: c.keyLimit(), Log: log.With("part", "server")})
+		Keys: d.keys, KeyRate: c.keyLimit(), Socket: socket, Log: log.With("part", "server")})
 	tcp := ""
 	if tcpListener != nil {
 		tcp = tcpListener.Addr().String()

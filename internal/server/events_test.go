@@ -132,7 +132,7 @@ func TestListenersAreBounded(t *testing.T) {
 func TestListenersDoNotHoldUpAStop(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
-	l, err := ListenTCP("127.0.0.1:0", false)
+	l, err := ListenTCP("127.0.0.1:0", Protection{})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -21,9 +21,9 @@ import (
 // maxSocketPath is what the kernel takes for the path of a Unix socket, without the final NUL byte.
 const maxSocketPath = 107
 
-// ListenUnix listens on a socket that only this user may connect to. A socket that a dead daemon left is replaced; one on which
-// somebody answers is not.
-func ListenUnix(path string) (net.Listener, error) {
+// ListenUnix listens on a socket that only this user may connect to, and with a group its members. A socket that a dead daemon left is replaced;
+// one on which somebody answers is not.
+func ListenUnix(path string, group ...int) (net.Listener, error) {
 	if len(path) > maxSocketPath {
 		return nil, fmt.Errorf("socket %s: the path has %d bytes, at most %d are possible: use a shorter --run or --socket", path, len(path), maxSocketPath)
 	}
@@ -53,17 +53,31 @@ func ListenUnix(path string) (net.Listener, error) {
 	if err != nil {
 		return nil, fmt.Errorf("socket %s: %w", path, err)
 	}
+	for _, gid := range group {
+		if err := errors.Join(os.Chown(path, -1, gid), os.Chmod(path, 0o660)); err != nil { // in this order: nobody else gets in between
+			return nil, errors.Join(fmt.Errorf("socket %s: open it to group %d: %w", path, gid, err), l.Close())
+		}
+	}
 	return l, nil
 }
 
-// ListenTCP listens on host:port. Without a token only addresses of this host itself are possible.
-func ListenTCP(address string, haveToken bool) (net.Listener, error) {
+// Protection is what keeps others from a listener that they can reach.
+type Protection struct {
+	Keys bool // a key or the token is needed
+	TLS  bool // nobody on the way reads along
+}
+
+// ListenTCP listens on host:port. Unless it is fully protected only addresses of this host itself are possible.
+func ListenTCP(address string, has Protection) (net.Listener, error) {
 	host, _, err := net.SplitHostPort(address)
 	if err != nil {
 		return nil, fmt.Errorf("listen address %q: use host:port, as in 127.0.0.1:8889", address)
 	}
-	if !haveToken && !isLoopback(host) {
-		return nil, fmt.Errorf("listen address %s: others can reach it, and there is no token: give --token-file FILE, or listen on 127.0.0.1", address)
+	if !isLoopback(host) && !has.Keys {
+		return nil, fmt.Errorf("listen address %s: others can reach it, and there is no key: make one with `forkd key create` on the socket, or give --token-file FILE, or listen on 127.0.0.1", address)
+	}
+	if !isLoopback(host) && !has.TLS {
+		return nil, fmt.Errorf("listen address %s: others can reach it and read along: give --tls-cert and --tls-key, or listen on 127.0.0.1 behind something that speaks TLS", address)
 	}
 	l, err := net.Listen("tcp", address)
 	if err != nil {

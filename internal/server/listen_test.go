@@ -100,19 +100,20 @@ func TestListenTCP(t *testing.T) {
 	t.Parallel()
 	tests := []struct {
 		address string
-		token   bool
+		has     Protection
 		ok      bool
 	}{
-		{"127.0.0.1:0", false, true}, {"[::1]:0", false, true}, {"localhost:0", false, true},
-		{"0.0.0.0:0", false, false}, {":0", false, false}, {"nohost", false, false}, {"0.0.0.0:0", true, true},
+		{"127.0.0.1:0", Protection{}, true}, {"[::1]:0", Protection{}, true}, {"localhost:0", Protection{}, true},
+		{"0.0.0.0:0", Protection{}, false}, {":0", Protection{}, false}, {"nohost", Protection{}, false},
+		{"0.0.0.0:0", Protection{Keys: true}, false}, {"0.0.0.0:0", Protection{TLS: true}, false}, {"0.0.0.0:0", Protection{Keys: true, TLS: true}, true},
 	}
 	for _, tt := range tests {
-		l, err := ListenTCP(tt.address, tt.token)
+		l, err := ListenTCP(tt.address, tt.has)
 		if err == nil {
 			l.Close()
 		}
 		if (err == nil) != tt.ok && !strings.Contains(tt.address, "::1") { // a host may have no IPv6
-			t.Errorf("ListenTCP(%q, %v) = %v, want ok %v", tt.address, tt.token, err, tt.ok)
+			t.Errorf("ListenTCP(%q, %v) = %v, want ok %v", tt.address, tt.has, err, tt.ok)
 		}
 	}
 }
@@ -201,7 +202,7 @@ func TestStalledBodies(t *testing.T) {
 			t.Parallel()
 			s := &stub{}
 			srv := New(Config{Service: s, Images: stubImages{s}, Token: "secret", Log: slog.New(slog.DiscardHandler)})
-			l, err := ListenTCP("127.0.0.1:0", true)
+			l, err := ListenTCP("127.0.0.1:0", Protection{Keys: true})
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -44,7 +44,7 @@ func TestRequestsAreRecorded(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	tcpListener, err := ListenTCP("127.0.0.1:0", true)
+	tcpListener, err := ListenTCP("127.0.0.1:0", Protection{Keys: true})
 	if err != nil {
 		t.Fatal(err)
 	}
