@@ -284,6 +284,9 @@ type BranchRequest struct {
 	// Diff Published; the same as mode diff. Not with mode.
 	Diff bool `json:"diff,omitempty"`
 
+	// IncludeSecrets The copy may have the secrets that the sandbox was given; else a sandbox with any is a 409 `holds_secrets`.
+	IncludeSecrets bool `json:"include_secrets,omitempty"`
+
 	// Live Published; the same as mode live. Not with mode.
 	Live bool `json:"live,omitempty"`
 
@@ -343,7 +346,7 @@ type Error struct {
 	// Code Stable, for programs. More may be added.
 	// * 400 invalid_argument, invalid_tag; 401 unauthorized; 403 forbidden, untrusted_pack
 	// * 404 snapshot_not_found, sandbox_not_found, image_not_found, key_not_found, not_found; 405 method_not_allowed
-	// * 409 snapshot_exists, image_exists, sandbox_exists, key_exists, snapshot_in_use, image_in_use, invalid_state
+	// * 409 snapshot_exists, image_exists, sandbox_exists, key_exists, holds_secrets, snapshot_in_use, image_in_use, invalid_state
 	// * 410 sandbox_gone; 413 body_too_large
 	// * 422 no_interpreter, warm_up_failed, snapshot_corrupt, snapshot_incompatible, invalid_pack, idempotency_key_reused
 	// * 429 rate_limited, quota_exceeded
@@ -504,8 +507,11 @@ type ForkRequest struct {
 	Prewarm bool `json:"prewarm,omitempty"`
 
 	// Report Answer with sandboxes and errors.
-	Report      bool `json:"report,omitempty"`
-	SnapshotTag Name `json:"snapshot_tag"`
+	Report bool `json:"report,omitempty"`
+
+	// Secrets Files below /run/forkd/secrets of the guest, by name, on a tmpfs. They are kept nowhere else, and nobody is told them. What copies the sandbox's memory wants `include_secrets`.
+	Secrets     map[string]string `json:"secrets,omitempty"`
+	SnapshotTag Name              `json:"snapshot_tag"`
 
 	// TimeoutSecs The sandboxes are killed after it; 0: never.
 	TimeoutSecs float64 `json:"timeout_secs,omitempty"`
@@ -532,7 +538,10 @@ type ForkRunningReport struct {
 // ForkRunningRequest defines model for ForkRunningRequest.
 type ForkRunningRequest struct {
 	// Env On top of the source's.
-	Env            map[string]string `json:"env,omitempty"`
+	Env map[string]string `json:"env,omitempty"`
+
+	// IncludeSecrets The copy may have the secrets that the sandbox was given; else a sandbox with any is a 409 `holds_secrets`.
+	IncludeSecrets bool              `json:"include_secrets,omitempty"`
 	MemoryLimitMiB *int              `json:"memory_limit_mib,omitempty"`
 	Metadata       map[string]string `json:"metadata,omitempty"`
 	N              *int              `json:"n,omitempty"`
@@ -772,7 +781,10 @@ type SandboxInfo struct {
 	ReadyMS float64 `json:"ready_ms"`
 
 	// Reason Why it stopped or failed.
-	Reason      string           `json:"reason,omitempty"`
+	Reason string `json:"reason,omitempty"`
+
+	// Secrets Names of the secrets it was given.
+	Secrets     []string         `json:"secrets,omitempty"`
 	SnapshotID  string           `json:"snapshot_id"`
 	SnapshotTag string           `json:"snapshot_tag"`
 	State       SandboxInfoState `json:"state"`
@@ -842,11 +854,14 @@ type SnapshotDetail struct {
 	Pool                PoolStatus `json:"pool"`
 
 	// Public Whether all tenants may fork it.
-	Public   bool                 `json:"public,omitempty"`
-	Python   bool                 `json:"python"`
-	Resident bool                 `json:"resident"`
-	Status   SnapshotDetailStatus `json:"status"`
-	Tag      string               `json:"tag"`
+	Public   bool `json:"public,omitempty"`
+	Python   bool `json:"python"`
+	Resident bool `json:"resident"`
+
+	// Secrets Whether secrets that a sandbox was given are in its memory.
+	Secrets bool                 `json:"secrets,omitempty"`
+	Status  SnapshotDetailStatus `json:"status"`
+	Tag     string               `json:"tag"`
 
 	// Tenant Whose it is.
 	Tenant       string `json:"tenant,omitempty"`
@@ -902,9 +917,12 @@ type SnapshotInfo struct {
 	Python bool `json:"python"`
 
 	// Resident Whether its memory is loaded.
-	Resident bool               `json:"resident"`
-	Status   SnapshotInfoStatus `json:"status"`
-	Tag      string             `json:"tag"`
+	Resident bool `json:"resident"`
+
+	// Secrets Whether secrets that a sandbox was given are in its memory.
+	Secrets bool               `json:"secrets,omitempty"`
+	Status  SnapshotInfoStatus `json:"status"`
+	Tag     string             `json:"tag"`
 
 	// Tenant Whose it is.
 	Tenant       string `json:"tenant,omitempty"`
@@ -966,6 +984,9 @@ type SnapshotRequest struct {
 type SuspendRequest struct {
 	// Diff Published; only what differs is written in any case.
 	Diff bool `json:"diff,omitempty"`
+
+	// IncludeSecrets The copy may have the secrets that the sandbox was given; else a sandbox with any is a 409 `holds_secrets`.
+	IncludeSecrets bool `json:"include_secrets,omitempty"`
 }
 
 // TimeoutRequest defines model for TimeoutRequest.
@@ -1067,7 +1088,10 @@ type WorkspaceRequest struct {
 
 	// PerChildNetns Published; every child is isolated, so it changes nothing.
 	PerChildNetns bool `json:"per_child_netns,omitempty"`
-	SnapshotTag   Name `json:"snapshot_tag"`
+
+	// Secrets As of a fork.
+	Secrets     map[string]string `json:"secrets,omitempty"`
+	SnapshotTag Name              `json:"snapshot_tag"`
 
 	// TimeoutSecs It is killed after it, not counting the time it is suspended; 0: never.
 	TimeoutSecs float64 `json:"timeout_secs,omitempty"`
@@ -1158,6 +1182,9 @@ type DiffSnapshotParams struct {
 
 // PackSnapshotParams defines parameters for PackSnapshot.
 type PackSnapshotParams struct {
+	// IncludeSecrets The pack may have the secrets that are in the snapshot's memory; else one with any is a 409 `holds_secrets`.
+	IncludeSecrets bool `form:"include_secrets,omitempty" json:"include_secrets,omitempty"`
+
 	// ForkdSignature Sign the pack: the signature over what `/pack/contents` answers, in base64. The key stays with the client.
 	ForkdSignature string `json:"Forkd-Signature,omitempty"`
 }
@@ -1192,6 +1219,9 @@ type ExecCommandJSONRequestBody = ExecRequest
 
 // ForkSandboxJSONRequestBody defines body for ForkSandbox for application/json ContentType.
 type ForkSandboxJSONRequestBody = ForkRunningRequest
+
+// SuspendSandboxJSONRequestBody defines body for SuspendSandbox for application/json ContentType.
+type SuspendSandboxJSONRequestBody = SuspendRequest
 
 // ExtendSandboxJSONRequestBody defines body for ExtendSandbox for application/json ContentType.
 type ExtendSandboxJSONRequestBody = TimeoutRequest

@@ -62,9 +62,9 @@ func (c *Client) ForkRunning(ctx context.Context, id string, req ForkRunningRequ
 }
 
 // Suspend freezes a sandbox to disk and gives its memory back.
-func (c *Client) Suspend(ctx context.Context, id string) (Sandbox, error) {
+func (c *Client) Suspend(ctx context.Context, id string, opts ...SuspendRequest) (Sandbox, error) {
 	var s Sandbox
-	err := c.call(ctx, http.MethodPost, sandboxPath(id)+"/suspend", nil, &s)
+	err := c.call(ctx, http.MethodPost, sandboxPath(id)+"/suspend", suspendBody(opts), &s)
 	return s, err
 }
 
@@ -77,3 +77,14 @@ func (c *Client) Resume(ctx context.Context, id string) (Sandbox, error) {
 
 // Bool returns a pointer to v, for optional fields.
 func Bool(v bool) *bool { return &v }
+
+// SuspendRequest says how to suspend.
+type SuspendRequest = api.SuspendRequest
+
+// suspendBody is the last of the requests, or none.
+func suspendBody(opts []SuspendRequest) any {
+	if len(opts) == 0 {
+		return nil
+	}
+	return opts[len(opts)-1]
+}

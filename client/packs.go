@@ -19,6 +19,8 @@ type PackOptions struct {
 	// Sign makes the signature of the pack over its contents; nil: it is not signed. The contents are what the daemon says they are, and
 	// the pack fails to unpack if they are not. The key stays with the caller.
 	Sign func(contents []byte) (signature []byte, err error)
+	// IncludeSecrets lets the pack have secrets that are in the snapshot's memory; else one with any is refused.
+	IncludeSecrets bool
 }
 
 // UnpackOptions are what to accept, and under which name.
@@ -39,6 +41,10 @@ func (c *Client) PackContents(ctx context.Context, tag string) ([]byte, error) {
 // error, and not in io.EOF.
 func (c *Client) Pack(ctx context.Context, tag string, opt PackOptions) (io.ReadCloser, error) {
 	header := http.Header{}
+	path := snapshotPath(tag) + "/pack"
+	if opt.IncludeSecrets {
+		path += "?include_secrets=true"
+	}
 	if opt.Sign != nil {
 		contents, err := c.PackContents(ctx, tag)
 		if err != nil {
@@ -50,7 +56,7 @@ func (c *Client) Pack(ctx context.Context, tag string, opt PackOptions) (io.Read
 		}
 		header.Set("Forkd-Signature", base64.StdEncoding.EncodeToString(signature))
 	}
-	resp, err := c.send(ctx, http.MethodGet, snapshotPath(tag)+"/pack", nil, header)
+	resp, err := c.send(ctx, http.MethodGet, path, nil, header)
 	if err != nil {
 		return nil, err
 	}

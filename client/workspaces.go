@@ -43,9 +43,9 @@ func (c *Client) DeleteWorkspace(ctx context.Context, name string) error {
 }
 
 // SuspendWorkspace freezes a workspace to disk and gives its memory back.
-func (c *Client) SuspendWorkspace(ctx context.Context, name string) (Workspace, error) {
+func (c *Client) SuspendWorkspace(ctx context.Context, name string, opts ...SuspendRequest) (Workspace, error) {
 	var w Workspace
-	err := c.call(ctx, http.MethodPost, workspacePath(name)+"/suspend", nil, &w)
+	err := c.call(ctx, http.MethodPost, workspacePath(name)+"/suspend", suspendBody(opts), &w)
 	return w, err
 }
 

@@ -12,11 +12,13 @@ type branchCmd struct {
 	Full   bool   `xor:"mode" help:"As --live, but store a snapshot that rests on no other."`
 	NoWait bool   `help:"Return when the sandbox runs again; the snapshot can be forked, and is ready a while later."`
 	Quiet  bool   `short:"q" help:"Print the tag only."`
+
+	IncludeSecrets bool `help:"The snapshot may have the secrets that the sandbox holds."`
 }
 
 // Run freezes a running sandbox.
 func (c *branchCmd) Run(p *program) error {
-	req := client.BranchRequest{Tag: c.Tag, Wait: client.Bool(!c.NoWait)}
+	req := client.BranchRequest{Tag: c.Tag, Wait: client.Bool(!c.NoWait), IncludeSecrets: c.IncludeSecrets}
 	switch {
 	case c.Live:
 		req.Mode = client.BranchLive

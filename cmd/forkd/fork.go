@@ -24,6 +24,8 @@ type forkCmd struct {
 	AutoSuspend    time.Duration     `placeholder:"D" help:"Suspend them when nothing was asked of them for so long."`
 	AutoResume     bool              `help:"Bring them back when they are used while they are suspended."`
 	Quiet          bool              `short:"q" help:"Print ids only."`
+	Secret         map[string]string `mapsep:"none" placeholder:"NAME=VALUE" help:"A file below /run/forkd/secrets of each, in its memory only; @FILE reads the value from a file. May be given again."`
+	IncludeSecrets bool              `help:"With --from: they may have the secrets that it holds."`
 
 	// Published flags. The isolation and the branches that they ask for are always there.
 	PerChildNetns bool `hidden:""`
@@ -35,6 +37,9 @@ type forkCmd struct {
 func (c *forkCmd) Run(p *program) error {
 	if c.N < 1 || c.N > 1000 {
 		return badUsage("give -n from 1 to 1000", "-n %d sandboxes can't be started", c.N)
+	}
+	if c.From != "" && len(c.Secret) > 0 {
+		return badUsage("hand them over by exec", "--secret is for forks of snapshots")
 	}
 	if c.Tag == "" && c.From == "" {
 		return badUsage("see `forkd fork --help`", "missing flags: --tag=TAG or --from=ID")
@@ -64,7 +69,11 @@ func (c *forkCmd) fork(p *program, cl *client.Client) ([]client.Sandbox, error) 
 	if c.From != "" {
 		return c.forkRunning(p, cl)
 	}
-	req := client.ForkRequest{SnapshotTag: c.Tag, N: client.Int(c.N), Env: c.Env, Metadata: c.Metadata, TimeoutSecs: c.Timeout.Seconds(),
+	secrets, err := readSecrets(c.Secret)
+	if err != nil {
+		return nil, err
+	}
+	req := client.ForkRequest{Secrets: secrets, SnapshotTag: c.Tag, N: client.Int(c.N), Env: c.Env, Metadata: c.Metadata, TimeoutSecs: c.Timeout.Seconds(),
 		Name: c.Name, AutoSuspendSecs: c.AutoSuspend.Seconds(), AutoResume: c.AutoResume}
 	if c.MemoryLimitMiB != 0 {
 		req.MemoryLimitMiB = client.Int(c.MemoryLimitMiB)
@@ -83,7 +92,7 @@ func (c *forkCmd) forkRunning(p *program, cl *client.Client) ([]client.Sandbox, 
 	if c.Pool || c.Cold || c.Name != "" || c.AutoSuspend != 0 || c.AutoResume {
 		return nil, badUsage("see `forkd fork --help`", "--pool, --cold, --name, --auto-suspend and --auto-resume don't go with --from")
 	}
-	req := client.ForkRunningRequest{N: client.Int(c.N), Tag: c.Tag, Env: c.Env, Metadata: c.Metadata, TimeoutSecs: c.Timeout.Seconds()}
+	req := client.ForkRunningRequest{N: client.Int(c.N), Tag: c.Tag, Env: c.Env, Metadata: c.Metadata, TimeoutSecs: c.Timeout.Seconds(), IncludeSecrets: c.IncludeSecrets}
 	if c.MemoryLimitMiB != 0 {
 		req.MemoryLimitMiB = client.Int(c.MemoryLimitMiB)
 	}

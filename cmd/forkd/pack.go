@@ -17,6 +17,8 @@ type packCmd struct {
 	Tag  string `required:"" help:"Tag of the snapshot."`
 	Out  string `required:"" short:"o" placeholder:"FILE" help:"File to write; - is standard output."`
 	Sign string `placeholder:"KEY" help:"Sign it with this private key, as forkd pack-key makes one. The key stays here."`
+
+	IncludeSecrets bool `help:"The pack may have the secrets that are in the snapshot's memory."`
 }
 
 // Help says what is in a pack.
@@ -34,6 +36,7 @@ func (c *packCmd) Run(p *program) error {
 	if err != nil {
 		return err
 	}
+	opt.IncludeSecrets = c.IncludeSecrets
 	cl, err := p.client()
 	if err != nil {
 		return err

@@ -1,7 +1,10 @@
 package main
 
+import "github.com/forkd/forkd/client"
+
 type suspendCmd struct {
-	IDs []string `arg:"" name:"ids" help:"Ids of sandboxes."`
+	IDs            []string `arg:"" name:"ids" help:"Ids of sandboxes."`
+	IncludeSecrets bool     `help:"Write the secrets that they hold to disk with their memory."`
 }
 
 // Help says what becomes of a sandbox.
@@ -17,7 +20,7 @@ func (c *suspendCmd) Run(p *program) error {
 		return err
 	}
 	return p.each(c.IDs, "suspended", func(id string) error {
-		_, err := cl.Suspend(p.ctx, id)
+		_, err := cl.Suspend(p.ctx, id, client.SuspendRequest{IncludeSecrets: c.IncludeSecrets})
 		return err
 	})
 }

@@ -1,7 +1,10 @@
 package main
 
+import "github.com/forkd/forkd/client"
+
 type workspaceSuspendCmd struct {
-	Names []string `arg:"" help:"Names of workspaces."`
+	Names          []string `arg:"" help:"Names of workspaces."`
+	IncludeSecrets bool     `help:"Write the secrets that they hold to disk with their memory."`
 }
 
 // Run freezes workspaces to disk.
@@ -11,7 +14,7 @@ func (c *workspaceSuspendCmd) Run(p *program) error {
 		return err
 	}
 	return p.each(c.Names, "suspended", func(name string) error {
-		_, err := cl.SuspendWorkspace(p.ctx, name)
+		_, err := cl.SuspendWorkspace(p.ctx, name, client.SuspendRequest{IncludeSecrets: c.IncludeSecrets})
 		return err
 	})
 }

@@ -47,6 +47,10 @@ func (m *Manager) Branch(ctx context.Context, id string, req BranchRequest) (Sna
 	if err != nil {
 		return Snapshot{}, err
 	}
+	if err := b.mayKeep(req.Secrets); err != nil {
+		leave()
+		return Snapshot{}, err
+	}
 	job, err := m.newBranch(ctx, b, req)
 	if err != nil {
 		leave()

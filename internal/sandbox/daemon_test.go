@@ -141,7 +141,7 @@ func suspendOne(ctx context.Context, d *daemon) error {
 	if err != nil {
 		return err
 	}
-	_, err = d.Suspend(ctx, all[0].ID)
+	_, err = d.Suspend(ctx, all[0].ID, false)
 	return err
 }
 

@@ -32,7 +32,7 @@ func TestFreezeDuringForcedDelete(t *testing.T) {
 		checkCode(t, "Branch", err, CodeSnapshotInUse)
 		_, err = d.ForkRunning(t.Context(), b.ID, ForkRunningRequest{N: 1})
 		checkCode(t, "ForkRunning", err, CodeSnapshotInUse)
-		_, err = d.Suspend(t.Context(), b.ID)
+		_, err = d.Suspend(t.Context(), b.ID, false)
 		checkCode(t, "Suspend", err, CodeSnapshotInUse)
 		d.sh(t, b.ID, "true") // it runs on until its turn has come
 		break

@@ -262,7 +262,9 @@ func (m *Manager) startCold(ctx context.Context, f *frozen, req ForkRequest, g *
 			m.warn(undo.run(), "unwind a fork", f.name())
 		}
 	}()
-	b, err := m.record(ctx, f, req.sandbox(newID("sb"), StartedCold))
+	rec := req.sandbox(newID("sb"), StartedCold)
+	rec.Secrets = secretNames(f, req.Secrets)
+	b, err := m.record(ctx, f, rec)
 	if err != nil {
 		return nil, err
 	}
@@ -276,6 +278,9 @@ func (m *Manager) startCold(ctx context.Context, f *frozen, req ForkRequest, g *
 		return nil, err
 	}
 	undo.add(c.dispose)
+	if err := giveSecrets(ctx, c, req.Secrets); err != nil {
+		return nil, err
+	}
 	if err := m.commit(ctx, b, c, time.Since(begin), req.Timeout, pointForkRunning); err != nil {
 		return nil, err
 	}
@@ -295,6 +300,7 @@ func (m *Manager) claim(ctx context.Context, f *frozen, req ForkRequest, mem *me
 	}()
 	rec := req.sandbox(mem.id, StartedByClaim)
 	rec.Process = mem.machine.Process()
+	rec.Secrets = secretNames(f, req.Secrets)
 	b, err := m.record(ctx, f, rec)
 	if err != nil {
 		f.pool.putBack(mem) // nothing was done to it
@@ -312,6 +318,9 @@ func (m *Manager) claim(ctx context.Context, f *frozen, req ForkRequest, mem *me
 		return nil, err
 	}
 	if err := m.hit(ctx, pointClaimIdentified); err != nil {
+		return nil, err
+	}
+	if err := giveSecrets(limited, mem.child, req.Secrets); err != nil {
 		return nil, err
 	}
 	if err := m.commit(ctx, b, mem.child, time.Since(begin), req.Timeout, pointClaimRunning); err != nil {

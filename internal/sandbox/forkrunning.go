@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"cmp"
 	"context"
 	"time"
 )
@@ -31,7 +32,7 @@ func (m *Manager) ForkRunning(ctx context.Context, id string, req ForkRunningReq
 	if err != nil {
 		return ForkRunningResult{}, err
 	}
-	if err := m.canFork(b.frozen, req); err != nil {
+	if err := cmp.Or(b.mayKeep(req.Secrets), m.canFork(b.frozen, req)); err != nil {
 		leave()
 		return ForkRunningResult{}, err
 	}
@@ -56,7 +57,7 @@ func (m *Manager) canFork(f *frozen, req ForkRunningRequest) error {
 
 // forkKept branches the sandbox and forks the branch as soon as it can be.
 func (m *Manager) forkKept(ctx context.Context, b *box, req ForkRunningRequest, leave func()) (ForkRunningResult, error) {
-	job, err := m.newBranch(ctx, b, BranchRequest{Tag: req.Tag})
+	job, err := m.newBranch(ctx, b, BranchRequest{Tag: req.Tag, Secrets: req.Secrets})
 	if err != nil {
 		leave()
 		return ForkRunningResult{}, fault(err, "fork of sandbox %s", b.id)

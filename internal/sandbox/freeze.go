@@ -32,7 +32,7 @@ func (m *Manager) draft(b *box, id, tag string) (*frozen, error) {
 	if from.manifest.Shape.MemMiB == 0 {
 		return nil, newError(CodeInvalidState, nil, "", "sandbox %s can't be frozen: its snapshot %s is gone, and with it what a restore must know", b.id, from.name())
 	}
-	f := &frozen{id: id, tag: tag, tenant: b.tenant, image: from.image, imageID: from.imageID, createdAt: time.Now(), under: from, status: StatusWriting, live: newLiveSnapshot(), forks: 1}
+	f := &frozen{id: id, tag: tag, tenant: b.tenant, secrets: b.holdsSecrets(), image: from.image, imageID: from.imageID, createdAt: time.Now(), under: from, status: StatusWriting, live: newLiveSnapshot(), forks: 1}
 	f.manifest = from.manifest
 	f.manifest.ID, f.manifest.CreatedAt, f.manifest.BranchedFrom = id, f.createdAt.UTC().Round(0), b.id
 	f.manifest.Memory, f.manifest.Device, f.manifest.Parent = snapshot.MemoryInfo{}, snapshot.Blob{}, ""

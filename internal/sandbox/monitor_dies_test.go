@@ -30,7 +30,7 @@ func TestMonitorDiesDuring(t *testing.T) {
 				if what == "branch" {
 					_, err = d.Branch(t.Context(), src.ID, BranchRequest{Tag: "tip", Wait: true})
 				} else {
-					_, err = d.Suspend(t.Context(), src.ID)
+					_, err = d.Suspend(t.Context(), src.ID, false)
 				}
 				if set.Hits(point) == 0 {
 					t.Fatal("the point was never passed")

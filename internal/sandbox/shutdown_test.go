@@ -40,7 +40,7 @@ func TestStuckMachineEnds(t *testing.T) {
 				if what == "branch" {
 					_, err = d.Branch(ctx, src.ID, BranchRequest{Tag: "tip", Wait: true})
 				} else {
-					_, err = d.Suspend(ctx, src.ID)
+					_, err = d.Suspend(ctx, src.ID, false)
 				}
 				if err == nil {
 					t.Error("got no error")

@@ -10,8 +10,8 @@ import (
 )
 
 // Suspend freezes a sandbox to disk and gives its memory back. Its deadline stands still. Requests that are under way in its guest end with
-// an error; what they started goes on when the sandbox is resumed. On an error the sandbox runs on as if nothing had been.
-func (m *Manager) Suspend(ctx context.Context, id string) (Sandbox, error) {
+// an error; what they started goes on when the sandbox is resumed. One that holds secrets is suspended only when secrets says so: they are on disk then. On an error the sandbox runs on as if nothing had been.
+func (m *Manager) Suspend(ctx context.Context, id string, secrets bool) (Sandbox, error) {
 	ctx, done, err := m.enter(ctx)
 	if err != nil {
 		return Sandbox{}, err
@@ -19,6 +19,9 @@ func (m *Manager) Suspend(ctx context.Context, id string) (Sandbox, error) {
 	defer done()
 	b, err := m.find(ctx, id)
 	if err != nil {
+		return Sandbox{}, err
+	}
+	if err := b.mayKeep(secrets); err != nil {
 		return Sandbox{}, err
 	}
 	if err := m.suspend(ctx, b, nil); err != nil {

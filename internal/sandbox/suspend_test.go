@@ -17,7 +17,7 @@ import (
 
 func (d *daemon) suspend(t *testing.T, id string) Sandbox {
 	t.Helper()
-	b, err := d.Suspend(t.Context(), id)
+	b, err := d.Suspend(t.Context(), id, false)
 	if err != nil {
 		t.Fatalf("Suspend %s: %v", id, err)
 	}
@@ -64,7 +64,7 @@ func TestSuspendAndResume(t *testing.T) {
 			}
 			_, err := d.Exec(t.Context(), box.ID, ExecRequest{Args: []string{"true"}})
 			checkCode(t, "Exec while suspended", err, CodeInvalidState)
-			_, err = d.Suspend(t.Context(), box.ID)
+			_, err = d.Suspend(t.Context(), box.ID, false)
 			checkCode(t, "Suspend again", err, CodeInvalidState)
 			_, err = d.Branch(t.Context(), box.ID, BranchRequest{Tag: "x"})
 			checkCode(t, "Branch while suspended", err, CodeInvalidState)
@@ -377,7 +377,7 @@ func TestSuspendFailures(t *testing.T) {
 			if f.point == "" {
 				d.fake.Inject(f.fault)
 			}
-			_, err := d.Suspend(t.Context(), box.ID)
+			_, err := d.Suspend(t.Context(), box.ID, false)
 			d.fake.Inject()
 			if f.point != "" && points.Hits(f.point) == 0 {
 				return // of a window, which a suspension has none of
@@ -443,7 +443,7 @@ func TestKillDuring(t *testing.T) {
 			d.snapshot(t, "base", nil)
 			box := d.fork(t, "base", 1, nil)[0]
 			set.On(point, 1, func(context.Context) error { return d.Kill(context.Background(), box.ID) })
-			_, err := d.Suspend(t.Context(), box.ID)
+			_, err := d.Suspend(t.Context(), box.ID, false)
 			if err == nil {
 				_, err = d.Resume(t.Context(), box.ID)
 			}
@@ -531,7 +531,7 @@ func TestGiveUpDuringSuspension(t *testing.T) {
 			reached, release := make(chan struct{}), make(chan struct{})
 			points.On(point, 1, func(context.Context) error { close(reached); <-release; return failpoint.ErrInjected })
 			suspended := make(chan error, 1)
-			go func() { _, err := d.Suspend(context.Background(), b.ID); suspended <- err }()
+			go func() { _, err := d.Suspend(context.Background(), b.ID, false); suspended <- err }()
 			<-reached
 			giveUp()
 			select {

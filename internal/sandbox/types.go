@@ -171,6 +171,7 @@ type ForkRequest struct {
 	Name           string        // of a sandbox to be found by it; only with N 1
 	AutoSuspend    time.Duration // see Sandbox
 	AutoResume     bool
+	Secrets        map[string]string // files below /run/forkd/secrets of the guest; kept nowhere else
 }
 
 // ForkResult is one child of a request: a sandbox that is ready, or why there is none.

@@ -20,6 +20,7 @@ const (
 type BranchRequest struct {
 	Tag         string     // "": generated
 	Mode        BranchMode // "": BranchLive
+	Secrets     bool       // copy them too, when the sandbox holds any: else it is refused
 	Wait        bool       // until the snapshot is on disk; else Branch returns when the source runs again
 	MeasureDiff bool       // fill in DiffPhysicalBytes and DiffLogicalBytes also where they take extra work (BranchFull)
 }
@@ -31,6 +32,7 @@ type ForkRunningRequest struct {
 	Env, Metadata  map[string]string // Env on top of the source's
 	Timeout        time.Duration     // deadline from now; 0: none
 	MemoryLimitMiB int
+	Secrets        bool // copy them too, when the sandbox holds any: else it is refused
 }
 
 // ForkRunningResult is what became of a ForkRunningRequest.

@@ -76,6 +76,12 @@ func (r ForkRequest) check() error {
 	case r.Path != PathAny && r.Path != PathCold && r.Path != PathPool:
 		return invalid(`use "cold", "pool", or nothing for any`, "path %.80q is not known", r.Path)
 	}
+	if err := checkSecrets(r.Secrets); err != nil {
+		return err
+	}
+	if len(r.Secrets) > 0 && r.AutoSuspend > 0 {
+		return invalid("suspend it by a request that says so", "a sandbox with secrets can't be suspended by itself: they would be written to disk")
+	}
 	if err := checkEnv(r.Env); err != nil {
 		return err
 	}

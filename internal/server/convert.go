@@ -29,7 +29,7 @@ func snapshotInfo(s sandbox.Snapshot) api.SnapshotInfo {
 		MemoryLogicalBytes: s.LogicalBytes, MemoryPhysicalBytes: s.PhysicalBytes, VmstateBytes: s.DeviceBytes,
 		Resident: s.Resident, BootWarmMS: millis(s.BootWarm), ParentTag: s.ParentTag, Pool: poolStatus(s.Pool),
 		PauseMS: millis(s.Pause), DiffMS: millis(s.DiffTime), DiffPhysicalBytes: s.DiffPhysicalBytes, DiffLogicalBytes: s.DiffLogicalBytes,
-		Public: s.Public, Tenant: s.Tenant,
+		Public: s.Public, Tenant: s.Tenant, Secrets: s.Secrets,
 	}
 }
 
@@ -44,7 +44,7 @@ func snapshotDetail(s sandbox.Snapshot, parentHash string) api.SnapshotDetail {
 		Image: s.Image, MemMiB: s.MemMiB, VCPUs: s.VCPUs, Engine: s.Engine, EngineVersion: s.EngineVersion, Accel: s.Accel,
 		Python: s.Python, Resident: s.Resident, BootWarmMS: millis(s.BootWarm), Pool: poolStatus(s.Pool),
 		PauseMS: millis(s.Pause), DiffMS: millis(s.DiffTime), DiffPhysicalBytes: s.DiffPhysicalBytes, DiffLogicalBytes: s.DiffLogicalBytes,
-		Public: s.Public, Tenant: s.Tenant,
+		Public: s.Public, Tenant: s.Tenant, Secrets: s.Secrets,
 	}
 }
 
@@ -56,7 +56,7 @@ func sandboxInfo(s sandbox.Sandbox) api.SandboxInfo {
 		PID: s.PID, MemoryLimitMiB: orNull(s.MemoryLimitMiB), HasBranched: s.BranchCount > 0, BranchCount: s.BranchCount,
 		Path: s.Path, Env: s.Env, Metadata: metadata(s.Metadata), ReadyMS: millis(s.ReadyIn),
 		Name: s.Name, AutoSuspendSecs: s.AutoSuspend.Seconds(), AutoResume: s.AutoResume, SuspendedAtUnix: unixOrZero(s.SuspendedAt),
-		Tenant: s.Tenant,
+		Tenant: s.Tenant, Secrets: s.Secrets,
 	}
 }
 

@@ -49,7 +49,7 @@ func statusOf(code sandbox.Code) int {
 		return http.StatusNotFound
 	case codeMethodNotAllowed:
 		return http.StatusMethodNotAllowed
-	case sandbox.CodeSnapshotExists, sandbox.CodeImageExists, sandbox.CodeSandboxExists, codeKeyExists, sandbox.CodeSnapshotInUse, sandbox.CodeImageInUse, sandbox.CodeInvalidState:
+	case sandbox.CodeSnapshotExists, sandbox.CodeImageExists, sandbox.CodeSandboxExists, codeKeyExists, sandbox.CodeHoldsSecrets, sandbox.CodeSnapshotInUse, sandbox.CodeImageInUse, sandbox.CodeInvalidState:
 		return http.StatusConflict
 	case sandbox.CodeSandboxGone:
 		return http.StatusGone

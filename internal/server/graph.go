@@ -50,7 +50,7 @@ func branchRequest(b api.BranchRequest) (sandbox.BranchRequest, error) {
 	if mode == sandbox.BranchDiff && b.MeasureDiff {
 		return none, invalid("leave measure_diff out: a diff is measured anyway", "measure_diff and mode diff exclude each other")
 	}
-	return sandbox.BranchRequest{Tag: b.Tag, Mode: mode, Wait: b.Wait == nil || *b.Wait, MeasureDiff: b.MeasureDiff}, nil
+	return sandbox.BranchRequest{Tag: b.Tag, Mode: mode, Wait: b.Wait == nil || *b.Wait, MeasureDiff: b.MeasureDiff, Secrets: b.IncludeSecrets}, nil
 }
 
 // branchMode reads the mode, or the booleans that were published before there was one.
@@ -151,7 +151,7 @@ func forkRunningRequest(b api.ForkRunningRequest) (sandbox.ForkRunningRequest, e
 	if err != nil {
 		return none, err
 	}
-	return sandbox.ForkRunningRequest{N: n, Tag: b.Tag, Env: b.Env, Metadata: b.Metadata, Timeout: timeout, MemoryLimitMiB: limit}, checkEnv(b.Env)
+	return sandbox.ForkRunningRequest{N: n, Tag: b.Tag, Env: b.Env, Metadata: b.Metadata, Timeout: timeout, MemoryLimitMiB: limit, Secrets: b.IncludeSecrets}, checkEnv(b.Env)
 }
 
 func (s *Server) suspend(w http.ResponseWriter, r *http.Request) error {
@@ -159,7 +159,11 @@ func (s *Server) suspend(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	sb, err := s.Service.Suspend(r.Context(), id)
+	var body api.SuspendRequest
+	if err := decodeOptional(w, r, maxBody, &body); err != nil {
+		return err
+	}
+	sb, err := s.Service.Suspend(r.Context(), id, body.IncludeSecrets)
 	if err != nil {
 		return err
 	}

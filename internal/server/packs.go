@@ -51,6 +51,9 @@ func (s *Server) pack(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
+	if err := s.mayPack(r, tag); err != nil {
+		return err
+	}
 	if r.Method == http.MethodHead { // only asks whether there is something
 		_, err := s.Packs.Head(r.Context(), tag)
 		return err
@@ -60,6 +63,20 @@ func (s *Server) pack(w http.ResponseWriter, r *http.Request) error {
 	err = s.Packs.Pack(r.Context(), tag, out, signature)
 	if err != nil && out.begun {
 		abort(r, err)
+	}
+	return err
+}
+
+// mayPack refuses to give out a snapshot with secrets in its memory, unless that was asked for.
+func (s *Server) mayPack(r *http.Request, tag string) error {
+	include, err := flag(r, "include_secrets")
+	if err != nil || include {
+		return err
+	}
+	snap, err := s.Service.Snapshot(r.Context(), tag)
+	if err == nil && snap.Secrets {
+		return &sandbox.Error{Code: sandbox.CodeHoldsSecrets, Message: "snapshot " + tag + " has secrets in its memory: a pack of it would have them",
+			Hint: "ask for it with --include-secrets (include_secrets=true), if whoever gets the pack may have them"}
 	}
 	return err
 }

@@ -144,7 +144,7 @@ func forkRequest(b api.ForkRequest) (sandbox.ForkRequest, error) {
 	}
 	path, err := forkPath(b.Path)
 	return sandbox.ForkRequest{Tag: b.SnapshotTag, N: n, Env: b.Env, Metadata: b.Metadata, Timeout: timeout,
-		MemoryLimitMiB: limit, Path: path, Name: b.Name, AutoSuspend: idle, AutoResume: b.AutoResume}, err
+		MemoryLimitMiB: limit, Path: path, Name: b.Name, AutoSuspend: idle, AutoResume: b.AutoResume, Secrets: b.Secrets}, err
 }
 
 func forkPath(p api.ForkRequestPath) (sandbox.Path, error) {

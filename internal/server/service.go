@@ -63,7 +63,7 @@ type Graph interface {
 	SnapshotDiff(context.Context, sandbox.DiffRequest, func(sandbox.Progress)) (sandbox.Snapshot, error)
 	Compact(ctx context.Context, from, to string) (sandbox.Snapshot, error)
 	Tree(context.Context) ([]sandbox.TreeNode, error)
-	Suspend(ctx context.Context, id string) (sandbox.Sandbox, error)
+	Suspend(ctx context.Context, id string, secrets bool) (sandbox.Sandbox, error)
 	Resume(ctx context.Context, id string) (sandbox.Sandbox, error)
 	SandboxByName(ctx context.Context, name string) (sandbox.Sandbox, error)
 }

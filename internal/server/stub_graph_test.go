@@ -64,7 +64,7 @@ func suspended() sandbox.Sandbox {
 	return sb
 }
 
-func (s *stub) Suspend(_ context.Context, id string) (sandbox.Sandbox, error) {
+func (s *stub) Suspend(_ context.Context, id string, _ bool) (sandbox.Sandbox, error) {
 	s.moved = append(s.moved, "suspend "+id)
 	return suspended(), s.fail
 }

@@ -58,7 +58,7 @@ func (s *Server) createWorkspace(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	req, err := forkRequest(api.ForkRequest{SnapshotTag: body.SnapshotTag, Name: body.Name, Env: body.Env, Metadata: body.Metadata,
-		TimeoutSecs: body.TimeoutSecs, MemoryLimitMiB: body.MemoryLimitMiB, AutoSuspendSecs: body.AutoSuspendSecs, AutoResume: body.AutoResume})
+		TimeoutSecs: body.TimeoutSecs, MemoryLimitMiB: body.MemoryLimitMiB, AutoSuspendSecs: body.AutoSuspendSecs, AutoResume: body.AutoResume, Secrets: body.Secrets})
 	if err != nil {
 		return err
 	}
@@ -125,7 +125,9 @@ func (s *Server) suspendWorkspace(w http.ResponseWriter, r *http.Request) error 
 	if err := decodeOptional(w, r, maxBody, &body); err != nil {
 		return err
 	}
-	return s.moveWorkspace(w, r, s.Service.Suspend)
+	return s.moveWorkspace(w, r, func(ctx context.Context, id string) (sandbox.Sandbox, error) {
+		return s.Service.Suspend(ctx, id, body.IncludeSecrets)
+	})
 }
 
 func (s *Server) resumeWorkspace(w http.ResponseWriter, r *http.Request) error {

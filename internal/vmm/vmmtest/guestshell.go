@@ -12,7 +12,7 @@ import (
 // The commands of a fake guest, enough for tests of what is above an engine. `sh -c` knows words in quotes, `;`, `&&`, newlines,
 // and `> FILE` at the end of a command.
 //
-//	echo WORDS… | cat [FILE] | rm FILE | true | false | exit N | env | hostname | instance | uptime
+//	echo WORDS… | cat [FILE] | rm FILE | true | false | umask | mkdir | chmod (nothing) | exit N | env | hostname | instance | uptime
 //	sleep SECONDS | hang            (until its timeout)
 //	urandom                         (32 random hex digits)
 //	peek OFFSET N | poke OFFSET TEXT | dirty PAGES      (guest memory)
@@ -43,6 +43,9 @@ type command func(ctx context.Context, sh *shell, args []string) int
 func commands() map[string]command {
 	return map[string]command{
 		"true":     func(context.Context, *shell, []string) int { return 0 },
+		"umask":    func(context.Context, *shell, []string) int { return 0 },
+		"mkdir":    func(context.Context, *shell, []string) int { return 0 },
+		"chmod":    func(context.Context, *shell, []string) int { return 0 },
 		"false":    func(context.Context, *shell, []string) int { return 1 },
 		"echo":     func(_ context.Context, sh *shell, args []string) int { return sh.say(strings.Join(args, " ")) },
 		"hostname": func(_ context.Context, sh *shell, _ []string) int { return sh.say(sh.guest.view().Hostname) },
@@ -64,6 +67,7 @@ func commands() map[string]command {
 		"poweroff": poweroff,
 		"crash":    crash,
 		"sh":       script,
+		"/bin/sh":  script,
 		"bash":     script,
 	}
 }
