@@ -10,6 +10,9 @@ import (
 	"github.com/forkd/forkd/internal/thread"
 )
 
+// sweepRest is how long the sweeper rests for the time it worked.
+const sweepRest = 0.35
+
 // sweep captures the changed pages that the fault worker has not, and lets go of all others. It returns what the layer holds when
 // the worker has ended.
 func (w *window) sweep(ctx context.Context) ([]Extent, error) {
@@ -17,6 +20,7 @@ func (w *window) sweep(ctx context.Context) ([]Extent, error) {
 		return nil, err
 	}
 	buf := make([]byte, wordPages*PageSize)
+	pace := thread.Pace(sweepRest)
 	for i := uint64(0); i < uint64(len(w.changed)); {
 		if err := w.points.Hit(ctx, PointSweep); err != nil {
 			return nil, err
@@ -29,7 +33,9 @@ func (w *window) sweep(ctx context.Context) ([]Extent, error) {
 			return nil, err
 		}
 		i += n
-		thread.Yield() // to the guest, should it be on the same processor
+		if !pace.Rest() {
+			thread.Yield() // to the guest, should it be on the same processor
+		}
 	}
 	if err := context.Cause(ctx); err != nil {
 		return nil, err // it may have been let go before it was captured

@@ -5,7 +5,6 @@ import (
 	"crypto/sha256"
 	"os"
 	"sync"
-	"time"
 
 	"github.com/klauspost/compress/zstd"
 	"golang.org/x/sync/errgroup"
@@ -71,7 +70,7 @@ func (w *memoryWriter) run(ctx context.Context, x *index, produce func(emit func
 	for range workers {
 		group.Go(func() error {
 			thread.Behind()
-			return w.hash(ctx, toHash)
+			return w.hash(toHash)
 		})
 	}
 	group.Go(func() error {
@@ -97,7 +96,7 @@ func send(ctx context.Context, j *job, queues ...chan<- *job) error {
 	return nil
 }
 
-func (w *memoryWriter) hash(ctx context.Context, in <-chan *job) error {
+func (w *memoryWriter) hash(in <-chan *job) error {
 	var enc *zstd.Encoder
 	if w.compress {
 		var err error
@@ -107,8 +106,8 @@ func (w *memoryWriter) hash(ctx context.Context, in <-chan *job) error {
 		}
 		defer enc.Close()
 	}
+	pace := thread.Pace(gentleRest)
 	for j := range in {
-		begin := time.Now()
 		raw := (*j.pages)[:j.n]
 		j.sum, j.out = sha256.Sum256(raw), raw
 		if w.check != nil {
@@ -122,28 +121,15 @@ func (w *memoryWriter) hash(ctx context.Context, in <-chan *job) error {
 			}
 		}
 		close(j.hashed)
-		if !w.gently {
+		if !w.gently || !pace.Rest() {
 			thread.Yield()
-		} else if err := rest(ctx, gentleRest*time.Since(begin)); err != nil {
-			return err
 		}
 	}
 	return nil
 }
 
-// gentleRest is for how many times as long as it worked on a chunk a gentle writer rests: reading and writing it is work, too.
-const gentleRest = 2
-
-func rest(ctx context.Context, d time.Duration) error {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return nil
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	}
-}
+// gentleRest is how long a gentle writer rests for the time it hashed: reading and writing is work, too.
+const gentleRest = 3
 
 func (w *memoryWriter) writeChunks(ctx context.Context, in <-chan *job, x *index) error {
 	var offset, started int64

@@ -4,6 +4,7 @@ package thread
 
 import (
 	"runtime"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -51,6 +52,30 @@ func Briefly(f func() error) error {
 // Yield lets another thread that waits for this processor go first. Without it, one that works on and on keeps it until the next tick of the
 // host's clock, some milliseconds.
 func Yield() { _, _, _ = unix.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) }
+
+// Pacer keeps work in the background from taking a processor whole. Where all processors are busy, a host with a quota takes them away from
+// everybody, guests too, for tens of milliseconds at a time.
+type Pacer struct {
+	share float64
+	begin time.Time
+}
+
+// paced is for how long one works between two rests: short beside the period of a quota, usually 100 ms.
+const paced = 4 * time.Millisecond
+
+// Pace returns a Pacer for work that begins now and rests share times as long as it works.
+func Pace(share float64) *Pacer { return &Pacer{share, time.Now()} }
+
+// Rest rests, when it is time to, and says whether it did.
+func (p *Pacer) Rest() bool {
+	worked := time.Since(p.begin)
+	if worked < paced {
+		return false
+	}
+	time.Sleep(time.Duration(float64(worked) * p.share))
+	p.begin = time.Now()
+	return true
+}
 
 // resetOnFork is SCHED_RESET_ON_FORK: threads that this one starts are scheduled as usual (sched_setscheduler(2)).
 const resetOnFork = 0x40000000
