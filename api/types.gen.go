@@ -801,18 +801,39 @@ type SandboxInfoState string
 
 // SandboxStats defines model for SandboxStats.
 type SandboxStats struct {
+	// CPUSecs Processor time of the monitor since it was started or resumed.
+	CPUSecs float64 `json:"cpu_secs"`
+
+	// DiskReadBytes By the monitor, from the host's disks.
+	DiskReadBytes int64 `json:"disk_read_bytes"`
+
+	// DiskWrittenBytes By the monitor, to the host's disks; what a guest writes is in its memory.
+	DiskWrittenBytes int64 `json:"disk_written_bytes"`
+
 	// GuestAnonKiB Guest memory of its own.
 	GuestAnonKiB int64 `json:"guest_anon_kib"`
 
 	// GuestPSSKiB Guest memory with its share of what siblings share.
-	GuestPSSKiB int64  `json:"guest_pss_kib"`
-	ID          string `json:"id"`
+	GuestPSSKiB int64 `json:"guest_pss_kib"`
+
+	// GuestSharedKiB Guest memory that it has in common with its snapshot and is in memory.
+	GuestSharedKiB int64  `json:"guest_shared_kib"`
+	ID             string `json:"id"`
+
+	// NetReceivedBytes By the guest; absent without a network.
+	NetReceivedBytes *int64 `json:"net_received_bytes,omitempty"`
+
+	// NetSentBytes By the guest; absent without a network.
+	NetSentBytes *int64 `json:"net_sent_bytes,omitempty"`
 
 	// PSSKiB The whole process with its share.
 	PSSKiB int64 `json:"pss_kib"`
 
 	// RSSKiB The whole process.
 	RSSKiB int64 `json:"rss_kib"`
+
+	// StateBytes What it was last suspended to takes on disk; absent when it never was.
+	StateBytes int64 `json:"state_bytes,omitempty"`
 }
 
 // SharingRequest defines model for SharingRequest.

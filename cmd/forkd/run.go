@@ -48,7 +48,7 @@ type cli struct {
 	Suspend   suspendCmd   `cmd:"" group:"sandboxes" help:"Freeze sandboxes to disk and give their memory back."`
 	Resume    resumeCmd    `cmd:"" group:"sandboxes" help:"Bring suspended sandboxes back."`
 	Workspace workspaceCmd `cmd:"" group:"sandboxes" help:"Work with sandboxes that have a name."`
-	Stats     statsCmd     `cmd:"" group:"sandboxes" help:"Show the memory that sandboxes use."`
+	Stats     statsCmd     `cmd:"" group:"sandboxes" help:"Show what sandboxes use: memory, processor time, traffic."`
 
 	Image           imageCmd           `cmd:"" group:"snapshots" help:"Build, list, remove and prune images."`
 	Snapshot        snapshotCmd        `cmd:"" group:"snapshots" help:"Boot an image, warm it up and freeze it."`

@@ -105,7 +105,7 @@ func (c *serveCmd) serve(p *program, d *daemon, token string, socket server.Sock
 		defer close(probed)
 		logEngine(p.ctx, d.engine, log)
 	}()
-	srv := server.New(server.Config{Service: d.manager, Images: d.images, Packs: d.packs, Events: d.events, Audit: d.audit, Version: ownVersion(), Token: token,
+	srv := server.New(server.Config{Service: d.manager, Images: d.images, Packs: d.packs, Events: d.events, Timings: d.timings, Audit: d.audit, Version: ownVersion(), Token: token,
 		Keys: d.keys, KeyRate: c.keyLimit(), Socket: socket, Log: log.With("part", "server")})
 	tcp := ""
 	if tcpListener != nil {

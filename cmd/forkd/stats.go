@@ -1,6 +1,8 @@
 package main
 
 import (
+	"strconv"
+
 	"github.com/forkd/forkd/api"
 	"github.com/forkd/forkd/client"
 )
@@ -9,7 +11,7 @@ type statsCmd struct {
 	IDs []string `arg:"" optional:"" name:"ids" help:"Ids of sandboxes. Default: all that run."`
 }
 
-// Run shows the memory that sandboxes use.
+// Run shows what sandboxes use of the host.
 func (c *statsCmd) Run(p *program) error {
 	cl, err := p.client()
 	if err != nil {
@@ -43,7 +45,16 @@ func (c *statsCmd) Run(p *program) error {
 	}
 	var rows [][]string
 	for _, s := range all {
-		rows = append(rows, []string{s.ID, size(s.GuestAnonKiB << 10), size(s.GuestPSSKiB << 10), size(s.PSSKiB << 10), size(s.RSSKiB << 10)})
+		rows = append(rows, []string{s.ID, size(s.GuestAnonKiB << 10), size(s.GuestPSSKiB << 10), size(s.PSSKiB << 10), size(s.RSSKiB << 10),
+			strconv.FormatFloat(s.CPUSecs, 'f', 2, 64) + " s", traffic(s.NetReceivedBytes), traffic(s.NetSentBytes)})
 	}
-	return p.table([]string{"ID", "OWN MEMORY", "GUEST SHARE", "PROCESS SHARE", "RESIDENT"}, rows)
+	return p.table([]string{"ID", "OWN MEMORY", "GUEST SHARE", "PROCESS SHARE", "RESIDENT", "CPU", "RECEIVED", "SENT"}, rows)
+}
+
+// traffic is a size, or "-" where there is no network.
+func traffic(bytes *int64) string {
+	if bytes == nil {
+		return "-"
+	}
+	return size(*bytes)
 }

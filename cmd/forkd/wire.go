@@ -137,6 +137,7 @@ type daemon struct {
 	manager *sandbox.Manager
 	packs   *transfer.Service
 	events  *server.Events
+	timings *server.Timings
 	audit   *audit.Log
 	keys    *keys.Ring
 	closers []func() error // in the order of opening
@@ -172,7 +173,7 @@ func (p *program) openDaemon(f *daemonFlags, log *slog.Logger, killAll bool) (_ 
 		return nil, err
 	}
 	d.engine = p.parts.engine(f, users, log.With("part", "engine"))
-	d.events = server.NewEvents()
+	d.events, d.timings = server.NewEvents(), server.NewTimings()
 	if d.audit, err = audit.Open(filepath.Join(f.Data, auditDir), audit.Options{}); err != nil {
 		return nil, err
 	}
@@ -181,7 +182,7 @@ func (p *program) openDaemon(f *daemonFlags, log *slog.Logger, killAll bool) (_ 
 		Engine: d.engine, Images: st.images, Snapshots: st.snapshots, Memory: memory.NewCache(residentBudget(f)), DB: st.db, RunDir: f.RunDir,
 		Limits: sandbox.Limits{Launches: f.MaxLaunches, MaxBranches: f.MaxBranches, MemoryBudget: f.MemoryBudgetMiB << 20,
 			MaxSandboxes: f.MaxSandboxes, MaxTenantSandboxes: f.MaxTenantSandboxes},
-		Log: log.With("part", "sandbox"), Events: d.events.Publish, KillOnShutdown: killAll, Failpoints: points,
+		Log: log.With("part", "sandbox"), Events: d.events.Publish, Timings: d.timings.Observe, KillOnShutdown: killAll, Failpoints: points,
 	})
 	if err != nil {
 		return nil, err

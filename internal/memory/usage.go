@@ -13,10 +13,11 @@ import (
 
 // Usage is the memory of one monitor process. KiB as the kernel reports them.
 type Usage struct {
-	GuestAnonKiB int64 // guest pages of its own: what the sandbox adds to its snapshot
-	GuestPSSKiB  int64 // its proportional share of guest memory
-	PSSKiB       int64 // its proportional share of everything, guest memory included
-	RSSKiB       int64 // resident pages of everything, shared ones counted whole
+	GuestAnonKiB   int64 // guest pages of its own: what the sandbox adds to its snapshot
+	GuestSharedKiB int64 // guest pages in memory that it has in common with its snapshot
+	GuestPSSKiB    int64 // its proportional share of guest memory
+	PSSKiB         int64 // its proportional share of everything, guest memory included
+	RSSKiB         int64 // resident pages of everything, shared ones counted whole
 }
 
 // memfdName begins the path of a guest memory mapping in /proc/PID/maps: what New calls its memfds.
@@ -98,16 +99,19 @@ func parseSmaps(r io.Reader, wanted map[inode]bool) (Usage, error) {
 	if matched {
 		guest = byInode
 	}
-	u.GuestAnonKiB, u.GuestPSSKiB = guest.anon, guest.pss
+	u.GuestAnonKiB, u.GuestSharedKiB, u.GuestPSSKiB = guest.anon, max(guest.resident-guest.own, 0), guest.pss
 	return u, nil
 }
 
-type guestShare struct{ anon, pss int64 }
+type guestShare struct{ anon, resident, own, pss int64 }
 
 func (g *guestShare) add(key []byte, kib int64) {
 	switch string(key) {
 	case "Anonymous":
 		g.anon += kib
+		g.own += kib
+	case "Rss":
+		g.resident += kib
 	case "Swap": // pages of its own that were swapped out
 		g.anon += kib
 	case "Pss":

@@ -135,8 +135,8 @@ func TestParseSmaps(t *testing.T) {
 		wanted map[inode]bool
 		want   Usage
 	}{
-		"by inode, which needs the device too": {map[inode]bool{{0, 1, 77}: true}, Usage{GuestAnonKiB: 16, GuestPSSKiB: 40, PSSKiB: 952, RSSKiB: 1117}},
-		"by name":                              {nil, Usage{GuestAnonKiB: 17, GuestPSSKiB: 45, PSSKiB: 952, RSSKiB: 1117}},
+		"by inode, which needs the device too": {map[inode]bool{{0, 1, 77}: true}, Usage{GuestAnonKiB: 16, GuestSharedKiB: 88, GuestPSSKiB: 40, PSSKiB: 952, RSSKiB: 1117}},
+		"by name":                              {nil, Usage{GuestAnonKiB: 17, GuestSharedKiB: 97, GuestPSSKiB: 45, PSSKiB: 952, RSSKiB: 1117}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got, err := parseSmaps(strings.NewReader(smaps), c.wanted)

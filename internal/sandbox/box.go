@@ -146,6 +146,7 @@ func (m *Manager) commit(ctx context.Context, b *box, c *child, readyIn, timeout
 	b.child = c
 	b.mu.Unlock()
 	c.grant.settle()
+	m.timed(TimeReady, b.frozen, b.view().Path, readyIn)
 	m.emit(Event{Kind: EventSandboxState, Tenant: b.tenant, SandboxID: b.id, Tag: b.frozen.tag, State: StateRunning})
 	m.watch(b, c) // from here on it may end at any moment
 	return nil

@@ -198,6 +198,9 @@ func (j *branch) run(ctx context.Context, resumed func()) error {
 		j.err = err
 		return err
 	}
+	mode := string(cmp.Or(j.req.Mode, BranchLive))
+	j.m.timed(TimeBranchPause, j.frozen, mode, j.frozen.measured.Pause)
+	j.m.timed(TimeBranch, j.frozen, mode, time.Since(j.begin))
 	j.m.unuse(j.frozen)
 	j.m.emit(Event{Kind: EventSnapshotReady, Tenant: j.frozen.tenant, Tag: j.frozen.tag, SandboxID: j.box.id})
 	return nil

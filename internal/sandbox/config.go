@@ -36,6 +36,8 @@ type Config struct {
 	Log       *slog.Logger // nil: none
 	Events    func(Event)  // is called in order of what happened to one thing and must not block; nil: none
 
+	Timings func(Timing) // is told how long things took, and must not block; nil: nobody is
+
 	// Agent returns the client of a machine's agent; nil: one over vmm.PortControl.
 	Agent func(vmm.Machine) *agentclient.Client
 	// Failpoints are for tests; nil: none.

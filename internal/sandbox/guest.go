@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"github.com/forkd/forkd/internal/guest/agentproto"
-	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -157,6 +156,7 @@ func (m *Manager) Exec(ctx context.Context, id string, req ExecRequest) (ExecRes
 	if err != nil {
 		return ExecResult{}, err
 	}
+	m.timedIn(TimeExec, id, out.Duration)
 	return out, nil
 }
 
@@ -180,6 +180,7 @@ func (m *Manager) Eval(ctx context.Context, id string, req EvalRequest) (EvalRes
 	if err != nil {
 		return EvalResult{}, err
 	}
+	m.timedIn(TimeEval, id, out.Duration)
 	return out, nil
 }
 
@@ -207,23 +208,4 @@ func (m *Manager) Logs(ctx context.Context, id string) ([]byte, error) {
 		return nil, fault(err, "saved console of sandbox %s", id)
 	}
 	return slices.Clip(text), nil
-}
-
-// Usage measures the memory of a sandbox's monitor.
-func (m *Manager) Usage(ctx context.Context, id string) (memory.Usage, error) {
-	_, c, err := m.running(ctx, id)
-	if err != nil {
-		return memory.Usage{}, err
-	}
-	var img *memory.Image
-	if c.image != nil {
-		img = c.image.Image()
-	}
-	usage, err := memory.Measure(c.machine.Process().PID, img)
-	if err != nil {
-		if _, _, gone := m.running(ctx, id); gone != nil {
-			return memory.Usage{}, gone
-		}
-	}
-	return usage, fault(err, "memory of sandbox %s", id)
 }

@@ -37,6 +37,7 @@ type Manager struct {
 	boots     *gate // parents
 	branches  *gate // running sandboxes being frozen
 	memory    *admission
+	own       ownMemory
 	census    *census // sandboxes that there are
 	deadlines *deadlines
 	idles     *deadlines // when sandboxes that nobody uses are suspended
@@ -216,6 +217,7 @@ func (m *Manager) Stats() Stats {
 	s.MemoryBudgetBytes, s.MemoryReservedBytes = m.memory.stats()
 	s.ForksCold, s.ForksClaim, s.ForksFailed = m.counts.cold.Load(), m.counts.claim.Load(), m.counts.failed.Load()
 	s.Kills, s.Expired, s.Lost = m.counts.kills.Load(), m.counts.expired.Load(), m.counts.lost.Load()
+	s.AnonymousBytes = m.anonymous()
 	cache := m.cache.Stats()
 	s.ResidentImages, s.ResidentBytes = cache.Images, cache.Bytes
 	return s

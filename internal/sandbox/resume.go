@@ -90,6 +90,7 @@ func (m *Manager) restart(ctx context.Context, b *box, f *frozen) (err error) {
 		return err
 	}
 	m.emit(Event{Kind: EventSandboxState, Tenant: b.tenant, SandboxID: b.id, Tag: b.frozen.tag, State: StateRunning})
+	m.timed(TimeResume, f, "", time.Since(begin))
 	m.warn(m.hit(ctx, pointResumeRunning), "resume a sandbox", b.id)
 	m.watch(b, c)
 	return nil

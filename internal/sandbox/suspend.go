@@ -48,6 +48,7 @@ func (m *Manager) suspend(ctx context.Context, b *box, onlyIf func() bool) (err 
 		return err
 	}
 	defer unlock()
+	begin := time.Now()
 	z := &suspension{m: m, box: b, undo: &cleanup{}}
 	if err := z.begin(onlyIf); err != nil {
 		return err
@@ -61,6 +62,7 @@ func (m *Manager) suspend(ctx context.Context, b *box, onlyIf func() bool) (err 
 		return fault(m.captureFault(ctx, b, err), "suspend sandbox %s", b.id)
 	}
 	z.finish(context.WithoutCancel(ctx))
+	m.timed(TimeSuspend, b.frozen, "", time.Since(begin))
 	return nil
 }
 

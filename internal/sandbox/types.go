@@ -267,6 +267,7 @@ type Stats struct {
 	Kills, Expired, Lost  uint64
 	ResidentImages        int
 	ResidentBytes         int64
+	AnonymousBytes        int64 // memory that is the sandboxes' own, at most 15 s old
 }
 
 // Recovery is what Recover found and did.

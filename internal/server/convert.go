@@ -4,7 +4,6 @@ import (
 	"time"
 
 	"github.com/forkd/forkd/api"
-	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/sandbox"
 )
 
@@ -60,8 +59,13 @@ func sandboxInfo(s sandbox.Sandbox) api.SandboxInfo {
 	}
 }
 
-func sandboxStats(id string, u memory.Usage) api.SandboxStats {
-	return api.SandboxStats{ID: id, GuestAnonKiB: u.GuestAnonKiB, GuestPSSKiB: u.GuestPSSKiB, PSSKiB: u.PSSKiB, RSSKiB: u.RSSKiB}
+func sandboxStats(id string, u sandbox.Usage) api.SandboxStats {
+	out := api.SandboxStats{ID: id, GuestAnonKiB: u.GuestAnonKiB, GuestSharedKiB: u.GuestSharedKiB, GuestPSSKiB: u.GuestPSSKiB, PSSKiB: u.PSSKiB, RSSKiB: u.RSSKiB,
+		CPUSecs: u.Process.CPU.Seconds(), DiskReadBytes: u.Process.ReadBytes, DiskWrittenBytes: u.Process.WrittenBytes, StateBytes: u.StateBytes}
+	if n := u.Process.Net; n != nil {
+		out.NetReceivedBytes, out.NetSentBytes = &n.ReceivedBytes, &n.SentBytes
+	}
+	return out
 }
 
 // mapped converts every element; the result is never nil, so that JSON shows [] and not null.

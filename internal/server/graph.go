@@ -110,7 +110,6 @@ func (s *Server) forkRunning(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	s.metrics.forked(res.Results)
 	if err := r.Context().Err(); err != nil {
 		s.abandon(r, res.Results)
 		return err

@@ -20,22 +20,23 @@ type metrics struct {
 	handler  http.Handler
 	requests *prometheus.CounterVec
 	duration *prometheus.HistogramVec
-	ready    *prometheus.HistogramVec
+	errors   *prometheus.CounterVec
 	unkept   prometheus.Counter
 }
 
-func newMetrics(stats func() sandbox.Stats) *metrics {
+func newMetrics(stats func() sandbox.Stats, timings *Timings) *metrics {
 	m := &metrics{
 		requests: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "forkd_http_requests_total",
 			Help: "Requests by route, method and status."}, []string{"route", "method", "code"}),
 		duration: prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "forkd_http_request_duration_seconds",
 			Help: "From the first byte of a request to the last of its answer.", Buckets: latencyBuckets}, []string{"route", "method"}),
-		ready: prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "forkd_sandbox_ready_seconds",
-			Help: "From a fork's turn to the child's acknowledged identity, by path (cold, claim).", Buckets: latencyBuckets}, []string{"path"}),
+		errors: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "forkd_errors_total",
+			Help: "Requests that failed, by the code of the error; client_gone when nobody waited for the answer."}, []string{"code"}),
 	}
 	m.unkept = prometheus.NewCounter(prometheus.CounterOpts{Name: "forkd_audit_failures_total", Help: "Requests that could not be written to the audit record."})
 	registry := prometheus.NewRegistry()
-	registry.MustRegister(m.requests, m.duration, m.ready, m.unkept, &statsCollector{stats: stats},
+	registry.MustRegister(timings.collectors()...)
+	registry.MustRegister(m.requests, m.duration, m.errors, m.unkept, &statsCollector{stats: stats},
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	m.handler = promhttp.HandlerFor(registry, promhttp.HandlerOpts{})
 	return m
@@ -61,12 +62,13 @@ func knownMethod(method string) string {
 	return "other"
 }
 
-func (m *metrics) forked(results []sandbox.ForkResult) {
-	for _, r := range results {
-		if r.Err == nil && r.Sandbox != nil {
-			m.ready.WithLabelValues(r.Sandbox.Path).Observe(r.Sandbox.ReadyIn.Seconds())
-		}
+// failed counts an error by its code, of which there are as many as this program has.
+func (m *metrics) failed(err error, status int) {
+	if status == statusClientGone {
+		m.errors.WithLabelValues("client_gone").Inc()
+		return
 	}
+	m.errors.WithLabelValues(describe(err).Code).Inc()
 }
 
 // statsCollector asks the domain for its figures when somebody looks at the metrics.
@@ -86,12 +88,18 @@ var (
 	descReserved  = desc("memory_reserved_bytes", "Memory handed out to machines.")
 	descResident  = desc("resident_images", "Snapshots whose memory is loaded.")
 	descResBytes  = desc("resident_bytes", "Memory of the resident images.")
+	descAnonymous = desc("sandbox_anonymous_bytes", "Memory that is the sandboxes' own, their monitors' included; at most 15 seconds old.")
 	descForks     = desc("forks_total", "Children by how they came to be: cold, claim, or failed.", "result")
 	descEnded     = desc("sandboxes_ended_total", "Sandboxes that ended: killed, expired at their deadline, or lost.", "reason")
 )
 
-// Describe implements prometheus.Collector.
-func (c *statsCollector) Describe(out chan<- *prometheus.Desc) { prometheus.DescribeByCollect(c, out) }
+// Describe implements prometheus.Collector. It does not ask for figures: nobody looks yet.
+func (c *statsCollector) Describe(out chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{descSandboxes, descBranches, descPool, descSnapshots, descLaunches, descBudget, descReserved,
+		descResident, descResBytes, descAnonymous, descForks, descEnded} {
+		out <- d
+	}
+}
 
 // Collect implements prometheus.Collector.
 func (c *statsCollector) Collect(out chan<- prometheus.Metric) {
@@ -116,6 +124,7 @@ func (c *statsCollector) Collect(out chan<- prometheus.Metric) {
 	gauge(descReserved, float64(s.MemoryReservedBytes))
 	gauge(descResident, float64(s.ResidentImages))
 	gauge(descResBytes, float64(s.ResidentBytes))
+	gauge(descAnonymous, float64(s.AnonymousBytes))
 	counter(descForks, s.ForksCold, "cold")
 	counter(descForks, s.ForksClaim, "claim")
 	counter(descForks, s.ForksFailed, "failed")

@@ -128,6 +128,9 @@ func (s *Server) observe(next http.Handler) http.Handler {
 			}
 			took := time.Since(start)
 			s.metrics.request(n.route, r.Method, rec.status, took)
+			if n.err != nil {
+				s.metrics.failed(n.err, rec.status)
+			}
 			s.logRequest(r, n, rec.status, took)
 			s.record(r, n, rec.status, took)
 			if abort {

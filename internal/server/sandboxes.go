@@ -89,7 +89,6 @@ func (s *Server) fork(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	s.metrics.forked(results)
 	if err := r.Context().Err(); err != nil {
 		s.abandon(r, results)
 		return err

@@ -23,7 +23,8 @@ type Config struct {
 	Service Service
 	Images  Images
 	Packs   Packs
-	Events  *Events // nil: nothing is told
+	Timings *Timings // nil: empty ones
+	Events  *Events  // nil: nothing is told
 	Version api.Version
 	Token   string     // an administrator's, as published; "" means none
 	Keys    *keys.Ring // nil: none
@@ -56,10 +57,13 @@ func New(cfg Config) *Server {
 	if cfg.Events == nil {
 		cfg.Events = NewEvents()
 	}
+	if cfg.Timings == nil {
+		cfg.Timings = NewTimings()
+	}
 	s := &Server{Config: cfg, tokenLimit: cfg.KeyRate.Limiter(), replays: newReplays(replayWindow, replayEntries, replayBytes)}
 	s.life, s.stop = context.WithCancelCause(context.Background())
 	s.draining, s.drain = context.WithCancel(context.Background())
-	s.metrics = newMetrics(cfg.Service.Stats)
+	s.metrics = newMetrics(cfg.Service.Stats, cfg.Timings)
 	return s
 }
 

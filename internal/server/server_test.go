@@ -370,7 +370,7 @@ func TestMetrics(t *testing.T) {
 		`forkd_http_requests_total{code="201",method="POST",route="/v1/sandboxes"} 1`,
 		`forkd_http_requests_total{code="400",method="POST",route="/v1/sandboxes"} 1`,
 		`forkd_http_requests_total{code="404",method="other",route="other"} 1`,
-		`forkd_sandbox_ready_seconds_count{path="cold"} 1`,
+		`forkd_errors_total{code="invalid_argument"} 1`,
 		`forkd_sandboxes{state="running"} 3`,
 		`forkd_pool_children{state="ready"} 2`,
 		`forkd_resident_bytes 99`,

@@ -6,7 +6,6 @@ import (
 	"time"
 
 	"github.com/forkd/forkd/internal/image"
-	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/sandbox"
 	"github.com/forkd/forkd/internal/transfer"
 )
@@ -53,7 +52,7 @@ type Guests interface {
 	Exec(ctx context.Context, id string, req sandbox.ExecRequest) (sandbox.ExecResult, error)
 	Eval(ctx context.Context, id string, req sandbox.EvalRequest) (sandbox.EvalResult, error)
 	Logs(ctx context.Context, id string) ([]byte, error)
-	Usage(ctx context.Context, id string) (memory.Usage, error)
+	Usage(ctx context.Context, id string) (sandbox.Usage, error)
 }
 
 // Graph makes snapshots of what runs, and of other snapshots.

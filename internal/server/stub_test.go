@@ -17,6 +17,7 @@ import (
 	"github.com/forkd/forkd/api"
 	"github.com/forkd/forkd/internal/image"
 	"github.com/forkd/forkd/internal/memory"
+	"github.com/forkd/forkd/internal/procstat"
 	"github.com/forkd/forkd/internal/sandbox"
 	"github.com/forkd/forkd/internal/transfer"
 )
@@ -166,8 +167,9 @@ func (s *stub) Eval(_ context.Context, _ string, r sandbox.EvalRequest) (sandbox
 	return sandbox.EvalResult{Result: "2"}, s.fail
 }
 func (s *stub) Logs(context.Context, string) ([]byte, error) { return []byte("console\xff\n"), s.fail }
-func (s *stub) Usage(context.Context, string) (memory.Usage, error) {
-	return memory.Usage{GuestAnonKiB: 400, GuestPSSKiB: 500, PSSKiB: 18000, RSSKiB: 49000}, s.fail
+func (s *stub) Usage(context.Context, string) (sandbox.Usage, error) {
+	return sandbox.Usage{Usage: memory.Usage{GuestAnonKiB: 400, GuestPSSKiB: 500, PSSKiB: 18000, RSSKiB: 49000},
+		Process: procstat.Usage{CPU: time.Second, Net: &procstat.Net{SentBytes: 7}}}, s.fail
 }
 func (s *stub) Stats() sandbox.Stats {
 	return sandbox.Stats{Running: 3, PoolReady: 2, ResidentBytes: 99, ForksClaim: 7}
