@@ -156,6 +156,27 @@ func (e ProgressEventEvent) Valid() bool {
 	}
 }
 
+// Defines values for SandboxInfoConfinement.
+const (
+	SandboxInfoConfinementFull SandboxInfoConfinement = "full"
+	SandboxInfoConfinementNone SandboxInfoConfinement = "none"
+	SandboxInfoConfinementUser SandboxInfoConfinement = "user"
+)
+
+// Valid indicates whether the value is a known member of the SandboxInfoConfinement enum.
+func (e SandboxInfoConfinement) Valid() bool {
+	switch e {
+	case SandboxInfoConfinementFull:
+		return true
+	case SandboxInfoConfinementNone:
+		return true
+	case SandboxInfoConfinementUser:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for SandboxInfoState.
 const (
 	SandboxInfoStateFailed    SandboxInfoState = "failed"
@@ -351,7 +372,7 @@ type Error struct {
 	// * 422 no_interpreter, warm_up_failed, snapshot_corrupt, snapshot_incompatible, invalid_pack, idempotency_key_reused
 	// * 429 rate_limited, quota_exceeded
 	// * 500 identity_failed, internal; 502 guest_unreachable
-	// * 503 insufficient_memory, queue_full, too_many_branches, shutting_down, engine_unavailable
+	// * 503 insufficient_memory, queue_full, too_many_branches, shutting_down, engine_unavailable, limits_unavailable
 	// * 504 timeout; 507 disk_full
 	//
 	//
@@ -484,10 +505,13 @@ type ForkRequest struct {
 	// Hugepages Published; children share 4 KiB pages, so it changes nothing.
 	Hugepages bool `json:"hugepages,omitempty"`
 
+	// Limits What a sandbox may take of the host; 0 or absent: the snapshot's, or else the daemon's. One that the host can't keep fails the request with limits_unavailable.
+	Limits *Limits `json:"limits,omitempty"`
+
 	// LiveFork Published; every child can be branched, so it changes nothing.
 	LiveFork bool `json:"live_fork,omitempty"`
 
-	// MemoryLimitMiB Limit of the memory a sandbox may add to the snapshot's.
+	// MemoryLimitMiB Limit of the memory a sandbox may add to the snapshot's, its monitor included; the same as memory_mib of limits.
 	MemoryLimitMiB *int `json:"memory_limit_mib,omitempty"`
 
 	// Metadata The client's own words, kept with the sandbox.
@@ -541,7 +565,10 @@ type ForkRunningRequest struct {
 	Env map[string]string `json:"env,omitempty"`
 
 	// IncludeSecrets The copy may have the secrets that the sandbox was given; else a sandbox with any is a 409 `holds_secrets`.
-	IncludeSecrets bool              `json:"include_secrets,omitempty"`
+	IncludeSecrets bool `json:"include_secrets,omitempty"`
+
+	// Limits What a sandbox may take of the host; 0 or absent: the snapshot's, or else the daemon's. One that the host can't keep fails the request with limits_unavailable.
+	Limits         *Limits           `json:"limits,omitempty"`
 	MemoryLimitMiB *int              `json:"memory_limit_mib,omitempty"`
 	Metadata       map[string]string `json:"metadata,omitempty"`
 	N              *int              `json:"n,omitempty"`
@@ -676,6 +703,21 @@ type KeyRequest struct {
 // * admin: also the tenant's keys, pools and packs; with the default tenant the host's images and what all share.
 type KeyScope string
 
+// Limits What a sandbox may take of the host; 0 or absent: the snapshot's, or else the daemon's. One that the host can't keep fails the request with limits_unavailable.
+type Limits struct {
+	// Cpus Processor time a second, as 1.5.
+	Cpus float64 `json:"cpus,omitempty"`
+
+	// IoMiBPerS MiB a second that are read from, and written to, the disk of the daemon's data.
+	IoMiBPerS int `json:"io_mib_per_s,omitempty"`
+
+	// MemoryMiB Memory beside what it shares with its siblings, its monitor included. A sandbox that needs more ends as failed, out of memory.
+	MemoryMiB int `json:"memory_mib,omitempty"`
+
+	// Pids Processes and threads of the monitor.
+	Pids int `json:"pids,omitempty"`
+}
+
 // Name defines model for Name.
 type Name = string
 
@@ -754,18 +796,24 @@ type PruneResult struct {
 
 // SandboxInfo defines model for SandboxInfo.
 type SandboxInfo struct {
-	AutoResume      bool              `json:"auto_resume,omitempty"`
-	AutoSuspendSecs float64           `json:"auto_suspend_secs,omitempty"`
-	BranchCount     int               `json:"branch_count"`
-	CreatedAtUnix   int64             `json:"created_at_unix"`
-	DeadlineUnix    *int64            `json:"deadline_unix"`
-	EndedAtUnix     *int64            `json:"ended_at_unix"`
-	Env             map[string]string `json:"env,omitempty"`
-	GuestAddr       *string           `json:"guest_addr"`
-	HasBranched     bool              `json:"has_branched"`
-	ID              string            `json:"id"`
-	MemoryLimitMiB  *int              `json:"memory_limit_mib"`
-	Metadata        map[string]string `json:"metadata"`
+	AutoResume      bool    `json:"auto_resume,omitempty"`
+	AutoSuspendSecs float64 `json:"auto_suspend_secs,omitempty"`
+	BranchCount     int     `json:"branch_count"`
+
+	// Confinement How far its monitor is confined; absent when there is none. full: a user, namespaces and a root of its own. user: it runs as the daemon's user, who is not root. none: it runs as root.
+	Confinement   SandboxInfoConfinement `json:"confinement,omitempty"`
+	CreatedAtUnix int64                  `json:"created_at_unix"`
+	DeadlineUnix  *int64                 `json:"deadline_unix"`
+	EndedAtUnix   *int64                 `json:"ended_at_unix"`
+	Env           map[string]string      `json:"env,omitempty"`
+	GuestAddr     *string                `json:"guest_addr"`
+	HasBranched   bool                   `json:"has_branched"`
+	ID            string                 `json:"id"`
+
+	// Limits What a sandbox may take of the host; 0 or absent: the snapshot's, or else the daemon's. One that the host can't keep fails the request with limits_unavailable.
+	Limits         *Limits           `json:"limits,omitempty"`
+	MemoryLimitMiB *int              `json:"memory_limit_mib"`
+	Metadata       map[string]string `json:"metadata"`
 
 	// Name Of a workspace.
 	Name  string  `json:"name,omitempty"`
@@ -795,6 +843,9 @@ type SandboxInfo struct {
 	// Tenant Whose it is.
 	Tenant string `json:"tenant,omitempty"`
 }
+
+// SandboxInfoConfinement How far its monitor is confined; absent when there is none. full: a user, namespaces and a root of its own. user: it runs as the daemon's user, who is not root. none: it runs as root.
+type SandboxInfoConfinement string
 
 // SandboxInfoState defines model for SandboxInfo.State.
 type SandboxInfoState string
@@ -969,6 +1020,9 @@ type SnapshotRequest struct {
 	// Kernel Published; an image has its own kernel, so it is only looked at when `image` is empty.
 	Kernel string `json:"kernel,omitempty"`
 
+	// Limits What a sandbox may take of the host; 0 or absent: the snapshot's, or else the daemon's. One that the host can't keep fails the request with limits_unavailable.
+	Limits *Limits `json:"limits,omitempty"`
+
 	// MemMiB Memory of the guest; 0: the default.
 	MemMiB int `json:"mem_mib,omitempty"`
 
@@ -1103,9 +1157,12 @@ type WorkspaceRequest struct {
 	// AutoSuspendSecs It is suspended when nothing was asked of it for so long; 0: never.
 	AutoSuspendSecs float64           `json:"auto_suspend_secs,omitempty"`
 	Env             map[string]string `json:"env,omitempty"`
-	MemoryLimitMiB  *int              `json:"memory_limit_mib,omitempty"`
-	Metadata        map[string]string `json:"metadata,omitempty"`
-	Name            Name              `json:"name"`
+
+	// Limits What a sandbox may take of the host; 0 or absent: the snapshot's, or else the daemon's. One that the host can't keep fails the request with limits_unavailable.
+	Limits         *Limits           `json:"limits,omitempty"`
+	MemoryLimitMiB *int              `json:"memory_limit_mib,omitempty"`
+	Metadata       map[string]string `json:"metadata,omitempty"`
+	Name           Name              `json:"name"`
 
 	// PerChildNetns Published; every child is isolated, so it changes nothing.
 	PerChildNetns bool `json:"per_child_netns,omitempty"`

@@ -15,6 +15,9 @@ type Sandbox = api.SandboxInfo
 // ForkRequest says what to start and how many. N nil means one.
 type ForkRequest = api.ForkRequest
 
+// Limits are what a sandbox may take of the host.
+type Limits = api.Limits
+
 // Stats is the memory a sandbox uses.
 type Stats = api.SandboxStats
 

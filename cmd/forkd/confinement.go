@@ -5,8 +5,10 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"strings"
 
 	"github.com/forkd/forkd/internal/confine"
+	"github.com/forkd/forkd/internal/limits"
 )
 
 // confinement decides whether monitors are confined, and says so when they are not. It returns the user ids they get; nil when they are not.
@@ -26,4 +28,16 @@ func (f *daemonFlags) confinement(log *slog.Logger) (*confine.Users, error) {
 		log.Warn("machines' monitors run as this user and are not confined: a guest that breaks out of one can do what this user can", "confine", f.Confine)
 	}
 	return nil, nil
+}
+
+// groups finds what machines are limited by, and says which limits can't be kept.
+func (f *daemonFlags) groups(log *slog.Logger) (*limits.Root, error) {
+	groups, err := limits.Open(limits.Options{RunDir: f.RunDir, Data: f.Data, Under: f.CgroupParent})
+	if err != nil {
+		return nil, err
+	}
+	if kinds, why := groups.Missing(); len(kinds) > 0 {
+		log.Warn("some limits of sandboxes can't be kept: a request that asks for one is refused", "missing", strings.Join(kinds, ","), "why", why)
+	}
+	return groups, nil
 }

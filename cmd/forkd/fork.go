@@ -17,7 +17,8 @@ type forkCmd struct {
 	Timeout        time.Duration     `help:"Kill them after this long. Default: never."`
 	Env            map[string]string `mapsep:"none" placeholder:"K=V" help:"Environment of every command in them. May be given again."`
 	Metadata       map[string]string `mapsep:"none" placeholder:"K=V" help:"Words of your own to keep with them. May be given again."`
-	MemoryLimitMiB int               `name:"memory-limit-mib" placeholder:"MIB" help:"Limit of the memory that each may add to the snapshot's."`
+	MemoryLimitMiB int               `name:"memory-limit-mib" placeholder:"MIB" help:"Limit of the memory that each may add to the snapshot's, with its monitor."`
+	limitFlags
 	Pool           bool              `xor:"path" help:"Only take children that are ready in the pool."`
 	Cold           bool              `xor:"path" help:"Start new ones even when the pool has some."`
 	Name           string            `help:"A name for the sandbox; only with -n 1. It is a workspace then."`
@@ -74,7 +75,7 @@ func (c *forkCmd) fork(p *program, cl *client.Client) ([]client.Sandbox, error) 
 		return nil, err
 	}
 	req := client.ForkRequest{Secrets: secrets, SnapshotTag: c.Tag, N: client.Int(c.N), Env: c.Env, Metadata: c.Metadata, TimeoutSecs: c.Timeout.Seconds(),
-		Name: c.Name, AutoSuspendSecs: c.AutoSuspend.Seconds(), AutoResume: c.AutoResume}
+		Name: c.Name, AutoSuspendSecs: c.AutoSuspend.Seconds(), AutoResume: c.AutoResume, Limits: c.limits(0)}
 	if c.MemoryLimitMiB != 0 {
 		req.MemoryLimitMiB = client.Int(c.MemoryLimitMiB)
 	}
@@ -92,7 +93,7 @@ func (c *forkCmd) forkRunning(p *program, cl *client.Client) ([]client.Sandbox, 
 	if c.Pool || c.Cold || c.Name != "" || c.AutoSuspend != 0 || c.AutoResume {
 		return nil, badUsage("see `forkd fork --help`", "--pool, --cold, --name, --auto-suspend and --auto-resume don't go with --from")
 	}
-	req := client.ForkRunningRequest{N: client.Int(c.N), Tag: c.Tag, Env: c.Env, Metadata: c.Metadata, TimeoutSecs: c.Timeout.Seconds(), IncludeSecrets: c.IncludeSecrets}
+	req := client.ForkRunningRequest{N: client.Int(c.N), Tag: c.Tag, Env: c.Env, Metadata: c.Metadata, TimeoutSecs: c.Timeout.Seconds(), IncludeSecrets: c.IncludeSecrets, Limits: c.limits(0)}
 	if c.MemoryLimitMiB != 0 {
 		req.MemoryLimitMiB = client.Int(c.MemoryLimitMiB)
 	}

@@ -28,14 +28,10 @@ func (c *getCmd) Run(p *program) error {
 	if p.cli.JSON {
 		return p.printJSON(s)
 	}
-	limit := ""
-	if s.MemoryLimitMiB != nil {
-		limit = fmt.Sprintf("%d MiB", *s.MemoryLimitMiB)
-	}
 	return p.facts([][2]string{
 		{"id", s.ID}, {"name", s.Name}, {"snapshot", fmt.Sprintf("%s (%s)", s.SnapshotTag, s.SnapshotID)}, {"state", string(s.State)}, {"reason", s.Reason},
 		{"created", time.Unix(s.CreatedAtUnix, 0).Format(time.RFC3339)}, {"suspended", suspendedAt(s)}, {"deadline", until(s.DeadlineUnix)},
-		{"started", s.Path}, {"ready after", millis(s.ReadyMS)}, {"pid", strconv.Itoa(s.PID)}, {"memory limit", limit},
+		{"started", s.Path}, {"ready after", millis(s.ReadyMS)}, {"pid", strconv.Itoa(s.PID)}, {"limits", limitsText(s.Limits)}, {"confinement", string(s.Confinement)},
 		{"idle", idleRule(s)}, {"branches", strconv.Itoa(s.BranchCount)}, {"env", pairs(s.Env)}, {"metadata", pairs(s.Metadata)},
 	})
 }

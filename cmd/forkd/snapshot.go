@@ -7,18 +7,20 @@ import (
 )
 
 type snapshotCmd struct {
-	Tag         string            `required:"" help:"Name of the snapshot."`
-	Image       string            `required:"" xor:"source" help:"Name or id of an image."`
-	FromSandbox string            `required:"" xor:"source" placeholder:"ID" help:"Freeze a running sandbox instead, as forkd branch does."`
-	MemMiB      int               `name:"mem-mib" placeholder:"MIB" help:"Memory of the machine. Default: the daemon's."`
-	VCPUs       int               `name:"vcpus" placeholder:"N" help:"Virtual CPUs. Default: 1."`
-	WarmUp      []string          `name:"warm-up" sep:"none" placeholder:"CMD" help:"Shell command to run before the freeze; it must exit 0. May be given again."`
-	WarmUpEval  []string          `name:"warm-up-eval" sep:"none" placeholder:"CODE" help:"Python to run in the resident interpreter before the freeze, after the commands. May be given again."`
-	Probe       string            `placeholder:"CMD" help:"Shell command that exits 0 when the machine is ready. Default: it is when its agent answers."`
-	Timeout     time.Duration     `help:"For boot and warm-up together. Default: the daemon's."`
-	Env         map[string]string `mapsep:"none" placeholder:"K=V" help:"Environment of the warm-up and of every child. May be given again."`
-	Pool        int               `placeholder:"N" help:"Children to keep ready."`
-	Quiet       bool              `short:"q" help:"Print the tag only."`
+	Tag            string            `required:"" help:"Name of the snapshot."`
+	Image          string            `required:"" xor:"source" help:"Name or id of an image."`
+	FromSandbox    string            `required:"" xor:"source" placeholder:"ID" help:"Freeze a running sandbox instead, as forkd branch does."`
+	MemMiB         int               `name:"mem-mib" placeholder:"MIB" help:"Memory of the machine. Default: the daemon's."`
+	VCPUs          int               `name:"vcpus" placeholder:"N" help:"Virtual CPUs. Default: 1."`
+	WarmUp         []string          `name:"warm-up" sep:"none" placeholder:"CMD" help:"Shell command to run before the freeze; it must exit 0. May be given again."`
+	WarmUpEval     []string          `name:"warm-up-eval" sep:"none" placeholder:"CODE" help:"Python to run in the resident interpreter before the freeze, after the commands. May be given again."`
+	Probe          string            `placeholder:"CMD" help:"Shell command that exits 0 when the machine is ready. Default: it is when its agent answers."`
+	Timeout        time.Duration     `help:"For boot and warm-up together. Default: the daemon's."`
+	Env            map[string]string `mapsep:"none" placeholder:"K=V" help:"Environment of the warm-up and of every child. May be given again."`
+	Pool           int               `placeholder:"N" help:"Children to keep ready."`
+	MemoryLimitMiB int               `name:"memory-limit-mib" placeholder:"MIB" help:"Limit of the memory that each child may add to the snapshot's, unless its fork says otherwise; the next flags likewise."`
+	limitFlags
+	Quiet bool `short:"q" help:"Print the tag only."`
 }
 
 // Run creates a snapshot and shows the steps.
@@ -31,7 +33,7 @@ func (c *snapshotCmd) Run(p *program) error {
 		return err
 	}
 	req := client.SnapshotRequest{Tag: c.Tag, Image: c.Image, MemMiB: c.MemMiB, VCPUs: c.VCPUs, Probe: c.Probe,
-		TimeoutSecs: c.Timeout.Seconds(), Env: c.Env, PoolSize: c.Pool, WarmUp: warmUps(c.WarmUp, c.WarmUpEval)}
+		TimeoutSecs: c.Timeout.Seconds(), Env: c.Env, PoolSize: c.Pool, Limits: c.limits(c.MemoryLimitMiB), WarmUp: warmUps(c.WarmUp, c.WarmUpEval)}
 	steps := p.progress()
 	snap, err := cl.CreateSnapshot(p.ctx, req, steps.report)
 	steps.end()
@@ -42,7 +44,7 @@ func (c *snapshotCmd) Run(p *program) error {
 }
 
 func (c *snapshotCmd) fromSandbox(p *program) error {
-	if c.MemMiB != 0 || c.VCPUs != 0 || len(c.WarmUp)+len(c.WarmUpEval)+len(c.Env) > 0 || c.Probe != "" || c.Timeout != 0 || c.Pool != 0 {
+	if c.MemMiB != 0 || c.VCPUs != 0 || len(c.WarmUp)+len(c.WarmUpEval)+len(c.Env) > 0 || c.Probe != "" || c.Timeout != 0 || c.Pool != 0 || c.limits(c.MemoryLimitMiB) != nil {
 		return badUsage("only --tag and -q go with --from-sandbox", "a sandbox is frozen as it is")
 	}
 	return p.branch(c.FromSandbox, client.BranchRequest{Tag: c.Tag}, c.Quiet)

@@ -18,6 +18,7 @@ import (
 	"github.com/forkd/forkd/internal/image"
 	"github.com/forkd/forkd/internal/image/agentbin"
 	"github.com/forkd/forkd/internal/keys"
+	"github.com/forkd/forkd/internal/limits"
 	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/sandbox"
 	"github.com/forkd/forkd/internal/server"
@@ -77,6 +78,8 @@ type daemonFlags struct {
 	Engine          string `enum:"auto,qemu,firecracker" default:"auto" help:"What runs machines: ${enum}. auto: Firecracker where it and a working KVM are there, else QEMU."`
 	Firecracker     string `name:"firecracker" env:"FORKD_FIRECRACKER" placeholder:"FILE" help:"The Firecracker binary, 1.12 or newer. Default: the one in $$PATH."`
 	FirecrackerUID  uint32 `name:"firecracker-uid" placeholder:"UID" help:"Where machines are not confined, run each Firecracker as this user, in the group that KVM is open to. Default: as the daemon."`
+	PIDsLimit       int    `name:"default-pids-limit" default:"256" placeholder:"N" help:"Processes and threads that a monitor may have, unless a request says otherwise. 0: no limit."`
+	CgroupParent    string `name:"cgroup-parent" placeholder:"GROUP" help:"Control group, of version 2, to make those of machines in. Default: the slice that the daemon is in."`
 	Confine         string `enum:"auto,require,off" default:"auto" help:"Lock each machine's monitor in, as a user of its own that sees nothing of the host: ${enum}. auto: when the daemon is root."`
 	UIDBase         uint32 `name:"uid-base" placeholder:"UID" help:"The first of the 65536 user ids that monitors are given; nobody else may have one of them. Default: one above 1900000000 that depends on the run directory."`
 	CPUTemplate     string `name:"cpu-template" placeholder:"NAME" help:"Firecracker's CPU template for new parents (T2, T2S, T2CL, T2A, C3): their snapshots restore on other processors that have it."`
@@ -178,9 +181,14 @@ func (p *program) openDaemon(f *daemonFlags, log *slog.Logger, killAll bool) (_ 
 		return nil, err
 	}
 	d.closers = append(d.closers, d.audit.Close)
+	groups, err := f.groups(log)
+	if err != nil {
+		return nil, err
+	}
+	d.closers = append(d.closers, groups.Close)
 	d.manager, err = sandbox.New(sandbox.Config{
-		Engine: d.engine, Images: st.images, Snapshots: st.snapshots, Memory: memory.NewCache(residentBudget(f)), DB: st.db, RunDir: f.RunDir,
-		Limits: sandbox.Limits{Launches: f.MaxLaunches, MaxBranches: f.MaxBranches, MemoryBudget: f.MemoryBudgetMiB << 20,
+		Engine: d.engine, Images: st.images, Snapshots: st.snapshots, Memory: memory.NewCache(residentBudget(f)), DB: st.db, RunDir: f.RunDir, Groups: groups,
+		Limits: sandbox.Limits{Launches: f.MaxLaunches, MaxBranches: f.MaxBranches, MemoryBudget: f.MemoryBudgetMiB << 20, Default: limits.Limits{PIDs: f.PIDsLimit},
 			MaxSandboxes: f.MaxSandboxes, MaxTenantSandboxes: f.MaxTenantSandboxes},
 		Log: log.With("part", "sandbox"), Events: d.events.Publish, Timings: d.timings.Observe, KillOnShutdown: killAll, Failpoints: points,
 	})

@@ -16,7 +16,8 @@ type workspaceCreateCmd struct {
 	Metadata       map[string]string `mapsep:"none" placeholder:"K=V" help:"Words of your own to keep with it. May be given again."`
 	MemoryLimitMiB int               `name:"memory-limit-mib" placeholder:"MIB" help:"Limit of the memory that it may add to the snapshot's."`
 	Secret         map[string]string `mapsep:"none" placeholder:"NAME=VALUE" help:"A file below /run/forkd/secrets of it, in its memory only; @FILE reads the value from a file. May be given again."`
-	Quiet          bool              `short:"q" help:"Print the id of the sandbox only."`
+	limitFlags
+	Quiet bool `short:"q" help:"Print the id of the sandbox only."`
 }
 
 // Run starts a workspace.
@@ -30,7 +31,7 @@ func (c *workspaceCreateCmd) Run(p *program) error {
 		return err
 	}
 	req := client.WorkspaceRequest{Name: c.Name, SnapshotTag: c.Tag, AutoSuspendSecs: c.AutoSuspend.Seconds(), AutoResume: c.AutoResume,
-		TimeoutSecs: c.Timeout.Seconds(), Env: c.Env, Metadata: c.Metadata, Secrets: secrets}
+		TimeoutSecs: c.Timeout.Seconds(), Env: c.Env, Metadata: c.Metadata, Secrets: secrets, Limits: c.limits(0)}
 	if c.MemoryLimitMiB != 0 {
 		req.MemoryLimitMiB = client.Int(c.MemoryLimitMiB)
 	}

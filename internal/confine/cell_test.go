@@ -9,8 +9,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-
-	"golang.org/x/sys/unix"
 )
 
 // TestNothingOfTheHost starts a probe exactly as a monitor is started, beside another one, and has it try to reach the host, this process, which
@@ -182,7 +180,7 @@ func TestFailuresLeaveNothing(t *testing.T) {
 	defer notNS.Close()
 	for name, start := range map[string]func() error{
 		"no program":        func() error { _, _, err := bad.Start(Command{}); return err },
-		"no cgroup":         func() error { _, _, err := c.Start(Command{Enter: func() error { return unix.ENOSPC }}); return err },
+		"no cgroup":         func() error { _, _, err := c.Start(Command{Tasks: []*os.File{notNS}}); return err },
 		"no namespace":      func() error { _, _, err := c.Start(Command{NetNS: notNS}); return err },
 		"no such directory": func() error { _, _, err := c.Start(Command{Dir: "/no/such"}); return err },
 	} {

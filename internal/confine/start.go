@@ -14,13 +14,14 @@ import (
 
 // Command is what to start.
 type Command struct {
-	Args  []string // without the program's name
-	Env   []string
-	Files []*os.File   // its descriptors from 0 on
-	Dir   string       // the one directory of the host that it may write to, its working directory; "": none, it works in /
-	NetNS *os.File     // its network namespace; nil: one of its own, with nothing in it
-	Enter func() error // is run on the thread that starts it, before anything else: to be in a cgroup; nil: nothing
-	PidFD *int
+	Args   []string // without the program's name
+	Env    []string
+	Files  []*os.File // its descriptors from 0 on
+	Dir    string     // the one directory of the host that it may write to, its working directory; "": none, it works in /
+	NetNS  *os.File   // its network namespace; nil: one of its own, with nothing in it
+	Tasks  []*os.File // of control groups of version 1 that it is to be in
+	Cgroup *os.File   // directory of the control group of version 2 that it is to be in; nil: the daemon's
+	PidFD  *int
 }
 
 // hostName is what a process in a cell takes for the host's name.
@@ -109,7 +110,7 @@ func (c *Cell) Try(args ...string) error {
 func (c *Cell) enter(cmd Command, dir int) error {
 	const own = unix.CLONE_NEWNS | unix.CLONE_NEWPID | unix.CLONE_NEWIPC | unix.CLONE_NEWUTS
 	steps := []step{
-		{"cgroup", orNothing(cmd.Enter)},
+		{"control group", func() error { return Enter(cmd.Tasks) }},
 		{"leave the daemon's directory", func() error { return unix.Unshare(unix.CLONE_FS) }},
 		{"network namespace", func() error {
 			if cmd.NetNS == nil {
@@ -141,11 +142,14 @@ func (c *Cell) enter(cmd Command, dir int) error {
 	return run(steps...)
 }
 
-func orNothing(do func() error) func() error {
-	if do == nil {
-		return func() error { return nil }
+// Enter brings this thread, and what it starts, into control groups of version 1, whose "tasks" files are given.
+func Enter(tasks []*os.File) error {
+	for _, f := range tasks {
+		if _, err := f.WriteString("0"); err != nil {
+			return fmt.Errorf("enter %s: %w", f.Name(), err)
+		}
 	}
-	return do
+	return nil
 }
 
 // dropBounding takes from what this thread starts the capabilities that a program could bring with it. Those of the thread go with its user id.
@@ -172,10 +176,11 @@ func (c *Cell) spawn(cmd Command, uid uint32) (*os.Process, error) {
 	if c.libs != "" {
 		env = append(env[:len(env):len(env)], "LD_LIBRARY_PATH="+c.libs)
 	}
-	return os.StartProcess(c.binary, append([]string{c.binary}, cmd.Args...), &os.ProcAttr{Dir: wd, Env: env, Files: cmd.Files, Sys: &syscall.SysProcAttr{
-		Setsid: true, PidFD: cmd.PidFD,
-		Credential: &syscall.Credential{Uid: uid, Gid: uid, Groups: []uint32{}},
-	}})
+	sys := &syscall.SysProcAttr{Setsid: true, PidFD: cmd.PidFD, Credential: &syscall.Credential{Uid: uid, Gid: uid, Groups: []uint32{}}}
+	if cmd.Cgroup != nil {
+		sys.UseCgroupFD, sys.CgroupFD = true, int(cmd.Cgroup.Fd())
+	}
+	return os.StartProcess(c.binary, append([]string{c.binary}, cmd.Args...), &os.ProcAttr{Dir: wd, Env: env, Files: cmd.Files, Sys: sys})
 }
 
 // oomScore makes the kernel choose a machine rather than the daemon or another program when the host is out of memory.

@@ -74,13 +74,13 @@ func viewOf(r store.Sandbox) Sandbox {
 		ID: r.ID, SnapshotID: r.SnapshotID, SnapshotTag: r.SnapshotTag, State: State(r.State),
 		CreatedAt: r.CreatedAt, Deadline: r.Deadline, EndedAt: r.EndedAt,
 		Env: maps.Clone(r.Env), Metadata: maps.Clone(r.Metadata),
-		GuestAddr: r.GuestAddr, Netns: r.Netns, MemoryLimitMiB: r.MemoryLimitMiB, Path: r.Path, BranchCount: r.BranchCount,
+		GuestAddr: r.GuestAddr, Netns: r.Netns, MemoryLimitMiB: r.MemoryLimitMiB, Limits: r.Limits, Path: r.Path, BranchCount: r.BranchCount,
 		Reason: r.Reason, ReadyIn: r.ReadyIn,
 		Name: r.Name, AutoSuspend: r.AutoSuspend, AutoResume: r.AutoResume, SuspendedAt: r.SuspendedAt,
 		Tenant: r.Tenant, Secrets: slices.Clone(r.Secrets),
 	}
 	if r.EndedAt.IsZero() {
-		s.PID = r.Process.PID
+		s.PID, s.Confinement = r.Process.PID, r.Process.Confinement
 	}
 	return s
 }
@@ -157,7 +157,7 @@ func (m *Manager) watch(b *box, c *child) {
 	m.background.Go(func() {
 		select {
 		case <-c.machine.Done():
-			state, reason := endOf(c.machine.Exit())
+			state, reason := c.ended()
 			// Else it was suspended, and its machine was ended for that.
 			stillIts := func(store.Sandbox) bool { return b.child == c }
 			err := m.finish(b, ending{state: state, reason: reason, keep: true, onlyIf: stillIts})

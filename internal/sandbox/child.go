@@ -11,6 +11,7 @@ import (
 
 	"github.com/forkd/forkd/internal/guest/agentclient"
 	"github.com/forkd/forkd/internal/guest/agentproto"
+	"github.com/forkd/forkd/internal/limits"
 	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/vmm"
 )
@@ -24,6 +25,7 @@ type child struct {
 	image   *memory.Ref // what its memory was when it started; nil when that can't be told, after a restart of the daemon
 	drop    func()      // called when the machine is gone and its image given back; nil: nothing
 	grant   *grant
+	group   *limits.Group // nil: none
 
 	life context.Context // ends when the machine is not its sandbox's any more; its cause is an *Error
 	end  context.CancelCauseFunc
@@ -42,7 +44,7 @@ func (c *child) dispose() error {
 	c.tap.free() // nothing may wait for a line that leads nowhere
 	err = errors.Join(err, ignoreClosed(c.agent.Close()))
 	if err == nil {
-		err = os.RemoveAll(c.dir) // else the directory stays, for the next Recover to find the process by
+		err = errors.Join(os.RemoveAll(c.dir), c.group.Remove()) // else the directory stays, for the next Recover to find the process by
 	}
 	c.giveBack()
 	c.grant.release()
@@ -78,21 +80,21 @@ func ignoreClosed(err error) error {
 type launchPoints struct{ prepared, loaded, identified string }
 
 // launch starts a machine from a snapshot and gives it an identity. On an error nothing is left of it; the grant stays the caller's.
-func (m *Manager) launch(ctx context.Context, f *frozen, id string, g *grant, who individual, points launchPoints) (*child, error) {
+func (m *Manager) launch(ctx context.Context, f *frozen, id string, g *grant, who individual, l limits.Limits, points launchPoints) (*child, error) {
 	ctx, cancel := context.WithTimeout(ctx, m.limits.LaunchTimeout)
 	defer cancel()
 	flat := m.noOverlay.Load()
-	c, err := m.launchOnce(ctx, f, id, g, who, points)
+	c, err := m.launchOnce(ctx, f, id, g, who, l, points)
 	if flat || !errors.Is(err, memory.ErrNotPermitted) {
 		return c, err
 	}
 	if !m.noOverlay.Swap(true) { // the first of those that found it out at once
 		m.log.Warn("layers can't be mapped on this host: chains are flattened in memory instead, which shares less", "error", err)
 	}
-	return m.launchOnce(ctx, f, id, g, who, points)
+	return m.launchOnce(ctx, f, id, g, who, l, points)
 }
 
-func (m *Manager) launchOnce(ctx context.Context, f *frozen, id string, g *grant, who individual, points launchPoints) (_ *child, err error) {
+func (m *Manager) launchOnce(ctx context.Context, f *frozen, id string, g *grant, who individual, l limits.Limits, points launchPoints) (_ *child, err error) {
 	begin := time.Now()
 	if err := f.live.await(ctx); err != nil {
 		return nil, err
@@ -118,7 +120,15 @@ func (m *Manager) launchOnce(ctx context.Context, f *frozen, id string, g *grant
 		return nil, fmt.Errorf("machine directory: %w", err)
 	}
 	undo.add(func() error { return os.RemoveAll(c.dir) })
-	if err := m.startMachine(ctx, c, f, files, undo, points); err != nil {
+	var at *vmm.Cgroup
+	var close func()
+	if c.group, at, close, err = m.cgroup(id, m.toSet(f, l)); err != nil {
+		return nil, err
+	}
+	defer close()
+	undo.add(c.group.Remove)
+	defer func() { err = c.blame(err) }() // before it is removed
+	if err := m.startMachine(ctx, c, f, files, at, undo, points); err != nil {
 		return nil, err
 	}
 	loaded := time.Now()
@@ -132,9 +142,9 @@ func (m *Manager) launchOnce(ctx context.Context, f *frozen, id string, g *grant
 }
 
 // startMachine brings the machine up to the point at which it is loaded and paused.
-func (m *Manager) startMachine(ctx context.Context, c *child, f *frozen, files restoreFiles, undo *cleanup, points launchPoints) error {
+func (m *Manager) startMachine(ctx context.Context, c *child, f *frozen, files restoreFiles, at *vmm.Cgroup, undo *cleanup, points launchPoints) error {
 	img := c.image.Image()
-	cfg := vmm.PrepareConfig{Dir: c.dir, Shape: f.manifest.Shape, Memory: img.Base(), Rootfs: files.rootfs, UFFD: m.uffd}
+	cfg := vmm.PrepareConfig{Dir: c.dir, Shape: f.manifest.Shape, Memory: img.Base(), Rootfs: files.rootfs, UFFD: m.uffd, Cgroup: at}
 	for _, l := range img.Layers() {
 		cfg.Layers = append(cfg.Layers, l.File)
 	}

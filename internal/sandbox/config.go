@@ -12,6 +12,7 @@ import (
 	"github.com/forkd/forkd/internal/failpoint"
 	"github.com/forkd/forkd/internal/guest/agentclient"
 	"github.com/forkd/forkd/internal/image"
+	"github.com/forkd/forkd/internal/limits"
 	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/snapshot"
 	"github.com/forkd/forkd/internal/store"
@@ -33,6 +34,7 @@ type Config struct {
 	DB        *store.DB
 	RunDir    string // exists, ours alone, short: socket paths below it must stay under 108 bytes
 	Limits    Limits
+	Groups    *limits.Root // that machines are limited by; nil: none
 	Log       *slog.Logger // nil: none
 	Events    func(Event)  // is called in order of what happened to one thing and must not block; nil: none
 
@@ -75,6 +77,8 @@ type Limits struct {
 	ExecTimeout     time.Duration // for exec and eval, unless a request says; default 30 s
 	MaxExecTimeout  time.Duration // default 24 h
 	DrainTimeout    time.Duration // how long Shutdown lets requests in flight go on; default 30 s
+
+	Default limits.Limits // of sandboxes that are asked for without, as far as this host can keep them
 
 	KeepEnded    int           // records of ended sandboxes kept; default 1000
 	KeepEndedFor time.Duration // how long; default 1 h

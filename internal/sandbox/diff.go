@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/forkd/forkd/internal/image"
+	"github.com/forkd/forkd/internal/limits"
 	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/snapshot"
 )
@@ -152,7 +153,12 @@ func (d *difference) freezeChild(ctx context.Context) (_ *instant, _ *memory.Ima
 	}
 	d.tell(Progress{Step: "fork", Detail: d.from.name()})
 	who := individual{name: d.frozen.id, env: d.frozen.manifest.Recipe.Env}
-	c, err := m.launch(ctx, d.from, d.frozen.id, grants[0], who, diffPoints)
+	l, err := m.limitsOf(d.from, limits.Limits{})
+	if err != nil {
+		grants[0].release()
+		return nil, nil, err
+	}
+	c, err := m.launch(ctx, d.from, d.frozen.id, grants[0], who, l, diffPoints)
 	if err != nil {
 		grants[0].release()
 		return nil, nil, err

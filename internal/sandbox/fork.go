@@ -3,7 +3,6 @@ package sandbox
 import (
 	"context"
 	"errors"
-	"fmt"
 	"sync"
 	"time"
 
@@ -31,8 +30,8 @@ func (m *Manager) Fork(ctx context.Context, req ForkRequest) ([]ForkResult, erro
 }
 
 // forkAll starts the children of a snapshot. Preconditions: it is kept from being deleted.
-func (m *Manager) forkAll(ctx context.Context, f *frozen, req ForkRequest) ([]ForkResult, error) {
-	if err := m.checkMemoryLimit(f, req.MemoryLimitMiB); err != nil {
+func (m *Manager) forkAll(ctx context.Context, f *frozen, req ForkRequest) (_ []ForkResult, err error) {
+	if req.Limits, err = m.limitsOf(f, req.Limits); err != nil {
 		return nil, err
 	}
 	who := callerOf(ctx)
@@ -90,17 +89,6 @@ func (m *Manager) revoke(boxes []*box) {
 
 // monitorAtMost is the memory in MiB that a monitor takes beside guest memory at most: its own pages and a translation cache.
 const monitorAtMost = 64
-
-// checkMemoryLimit refuses a limit that would have to be enforced: nothing here can do that yet. One that a child can't exceed
-// anyway is met.
-func (m *Manager) checkMemoryLimit(f *frozen, mib int) error {
-	if least := f.manifest.Shape.MemMiB + monitorAtMost; mib > 0 && mib < least {
-		return invalid(fmt.Sprintf("ask for at least %d MiB, or fork a snapshot made with less memory", least),
-			"a memory limit of %d MiB can't be kept: children of snapshot %s have %d MiB and their monitor takes up to %d more",
-			mib, f.name(), f.manifest.Shape.MemMiB, monitorAtMost)
-	}
-	return nil
-}
 
 // start is how one child of a request is to be started.
 type start struct {
@@ -247,7 +235,7 @@ func (m *Manager) fallBack(ctx context.Context, f *frozen, req ForkRequest, why 
 
 // sandbox is the record of a child.
 func (r ForkRequest) sandbox(id, path string) store.Sandbox {
-	return store.Sandbox{ID: id, Path: path, Env: r.Env, Metadata: r.Metadata, MemoryLimitMiB: r.MemoryLimitMiB,
+	return store.Sandbox{ID: id, Path: path, Env: r.Env, Metadata: r.Metadata, MemoryLimitMiB: r.Limits.MemoryMiB, Limits: r.Limits,
 		Name: r.Name, AutoSuspend: r.AutoSuspend, AutoResume: r.AutoResume}
 }
 
@@ -273,7 +261,7 @@ func (m *Manager) startCold(ctx context.Context, f *frozen, req ForkRequest, g *
 		return nil, err
 	}
 	who := individual{name: b.id, env: environ(f.manifest.Recipe.Env, req.Env), hooks: true}
-	c, err := m.launch(ctx, f, b.id, g, who, forkPoints)
+	c, err := m.launch(ctx, f, b.id, g, who, req.Limits, forkPoints)
 	if err != nil {
 		return nil, err
 	}
@@ -311,11 +299,14 @@ func (m *Manager) claim(ctx context.Context, f *frozen, req ForkRequest, mem *me
 	if err := m.hit(ctx, pointClaimRecorded); err != nil {
 		return nil, err
 	}
+	if err := mem.group.Set(m.toSet(f, req.Limits)); err != nil {
+		return nil, newError(CodeLimitsUnavailable, err, "", "sandbox %s can't be limited", mem.id)
+	}
 	limited, cancel := context.WithTimeout(ctx, m.limits.LaunchTimeout)
 	defer cancel()
 	who := individual{name: b.id, env: environ(f.manifest.Recipe.Env, req.Env), hooks: true}
 	if err := m.awaken(limited, mem.child, who); err != nil {
-		return nil, err
+		return nil, mem.blame(err)
 	}
 	if err := m.hit(ctx, pointClaimIdentified); err != nil {
 		return nil, err

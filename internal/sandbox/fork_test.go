@@ -12,6 +12,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/forkd/forkd/internal/limits"
 	"github.com/forkd/forkd/internal/vmm/vmmtest"
 )
 
@@ -89,7 +90,10 @@ func TestForkRefusesBadRequests(t *testing.T) {
 		{"env value with NUL", ForkRequest{Tag: "py", N: 1, Env: map[string]string{"A": "x\x00"}}, CodeInvalidArgument},
 		{"huge env", ForkRequest{Tag: "py", N: 1, Env: map[string]string{"A": strings.Repeat("x", maxEnvBytes)}}, CodeInvalidArgument},
 		{"huge metadata", ForkRequest{Tag: "py", N: 1, Metadata: map[string]string{"A": strings.Repeat("x", maxMetadataBytes)}}, CodeInvalidArgument},
-		{"limit that can't be kept", ForkRequest{Tag: "py", N: 1, MemoryLimitMiB: testMemMiB}, CodeInvalidArgument},
+		{"limit that is too small", ForkRequest{Tag: "py", N: 1, Limits: limits.Limits{MemoryMiB: 16}}, CodeInvalidArgument},
+		{"limit that can't be kept", ForkRequest{Tag: "py", N: 1, Limits: limits.Limits{MemoryMiB: leastMemoryMiB}}, CodeLimitsUnavailable},
+		{"negative limit", ForkRequest{Tag: "py", N: 1, Limits: limits.Limits{PIDs: -1}}, CodeInvalidArgument},
+		{"too few processes", ForkRequest{Tag: "py", N: 1, Limits: limits.Limits{PIDs: 3}}, CodeInvalidArgument},
 		{"empty pool asked for", ForkRequest{Tag: "py", N: 1, Path: PathPool}, CodeQueueFull},
 	}
 	for _, tt := range tests {
@@ -102,7 +106,7 @@ func TestForkRefusesBadRequests(t *testing.T) {
 		})
 	}
 	d.checkTidy(t, 0, "py")
-	if b := d.fork(t, "py", 1, func(r *ForkRequest) { r.MemoryLimitMiB = testMemMiB + monitorAtMost }); b[0].MemoryLimitMiB != testMemMiB+monitorAtMost {
+	if b := d.fork(t, "py", 1, func(r *ForkRequest) { r.Limits.MemoryMiB = testMemMiB + monitorAtMost }); b[0].MemoryLimitMiB != testMemMiB+monitorAtMost {
 		t.Errorf("a limit that is met anyway: got %+v", b[0])
 	}
 }

@@ -8,7 +8,7 @@ import (
 
 // request is what every child of the instant is asked for.
 func (r ForkRunningRequest) request(tag string) ForkRequest {
-	return ForkRequest{Tag: tag, N: r.N, Env: r.Env, Metadata: r.Metadata, Timeout: r.Timeout, MemoryLimitMiB: r.MemoryLimitMiB, Path: PathCold}
+	return ForkRequest{Tag: tag, N: r.N, Env: r.Env, Metadata: r.Metadata, Timeout: r.Timeout, Limits: r.Limits, Path: PathCold}
 }
 
 // ForkRunning starts children of a running sandbox as it is at one instant, from memory: nothing waits for a disk. The sandbox stands still
@@ -45,7 +45,7 @@ func (m *Manager) ForkRunning(ctx context.Context, id string, req ForkRunningReq
 
 // canFork says why it would be in vain to stop the sandbox.
 func (m *Manager) canFork(f *frozen, req ForkRunningRequest) error {
-	if err := m.checkMemoryLimit(f, req.MemoryLimitMiB); err != nil {
+	if _, err := m.limitsOf(f, req.Limits); err != nil {
 		return err
 	}
 	grants, err := m.admit(f, req.request(f.tag), 1)

@@ -10,6 +10,7 @@ import (
 
 	"github.com/forkd/forkd/internal/guest/agentclient"
 	"github.com/forkd/forkd/internal/guest/agentproto"
+	"github.com/forkd/forkd/internal/limits"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -22,7 +23,14 @@ func (c *creation) bootParent(ctx context.Context, g *grant) error {
 		return fmt.Errorf("machine directory: %w", err)
 	}
 	c.undo.add(func() error { return os.RemoveAll(dir) })
-	cfg := vmm.BootConfig{Dir: dir, Shape: c.shape, Memory: c.ram, Cmdline: c.image.Cmdline()}
+	// Its memory is the snapshot's afterwards: only what no parent needs is limited.
+	group, at, close, err := m.cgroup(c.frozen.id, limits.Limits{PIDs: m.cfg.Groups.Default(m.limits.Default).PIDs})
+	if err != nil {
+		return err
+	}
+	defer close()
+	c.undo.add(group.Remove)
+	cfg := vmm.BootConfig{Dir: dir, Shape: c.shape, Memory: c.ram, Cmdline: c.image.Cmdline(), Cgroup: at}
 	for _, f := range []struct {
 		path string
 		into **os.File
@@ -39,6 +47,7 @@ func (c *creation) bootParent(ctx context.Context, g *grant) error {
 		return err
 	}
 	c.parent = newChild(c.frozen.id, dir, g)
+	c.parent.group = group
 	c.parent.machine = machine
 	c.parent.agent, c.parent.tap = m.newAgent(machine, false)
 	if err := m.hit(ctx, pointSnapshotBooted); err != nil {

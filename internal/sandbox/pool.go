@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/forkd/forkd/internal/guest/agentproto"
+	"github.com/forkd/forkd/internal/limits"
 )
 
 // pool keeps children of one snapshot ready: forked, given a throw-away identity, exercised, and paused. Members have no record in the
@@ -170,7 +171,11 @@ func (p *pool) make(g *grant) (err error) {
 	id := newID("sb") // it becomes the sandbox's
 	// A throw-away identity: hooks run when it is claimed.
 	who := individual{name: id, env: p.frozen.manifest.Recipe.Env}
-	c, err := p.m.launch(ctx, p.frozen, id, g, who, poolPoints)
+	l, err := p.m.limitsOf(p.frozen, limits.Limits{})
+	if err != nil {
+		return err
+	}
+	c, err := p.m.launch(ctx, p.frozen, id, g, who, l, poolPoints)
 	if err != nil {
 		return err
 	}

@@ -275,7 +275,9 @@ func (m *Manager) readopt(ctx context.Context, rec store.Sandbox) (State, error)
 	m.log.Warn("a sandbox was lost", "id", rec.ID, "error", err)
 	m.counts.lost.Add(1)
 	reason := reasonLost
-	if !errors.Is(err, vmm.ErrGone) {
+	if why := limited(m.cfg.Groups.Adopt(rec.ID, rec.Limits)); why != "" {
+		reason += ": " + why
+	} else if !errors.Is(err, vmm.ErrGone) {
 		reason += ": " + err.Error()
 	}
 	return StateFailed, m.db.EndSandbox(ctx, rec.ID, string(StateFailed), reason, time.Now())
@@ -312,6 +314,7 @@ func (m *Manager) attach(ctx context.Context, rec store.Sandbox) (_ *child, err 
 		return nil, err
 	}
 	c := newChild(rec.ID, rec.Process.Dir, nil)
+	c.group = m.cfg.Groups.Adopt(rec.ID, rec.Limits)
 	c.machine = machine
 	c.agent, c.tap = m.newAgent(machine, true)
 	defer func() {
@@ -435,6 +438,8 @@ func (m *Manager) reap(r *Recovery) error {
 		})
 	}
 	_ = kills.Wait() // the functions return no errors
+	keep := func(id string) bool { return owned[m.machineDir(id)] || stuck[m.machineDir(id)] }
+	m.warn(m.cfg.Groups.Sweep(keep), "remove leftover control groups", "")
 	return m.removeDirs(r, owned, stuck)
 }
 

@@ -4,6 +4,8 @@ import (
 	"context"
 	"fmt"
 	"time"
+
+	"github.com/forkd/forkd/internal/limits"
 )
 
 // Resume brings a suspended sandbox back: the same one, with a fresh clock and fresh entropy. Its deadline goes on where it stood.
@@ -81,7 +83,7 @@ func (m *Manager) restart(ctx context.Context, b *box, f *frozen) (err error) {
 	}
 	// It was that individual before; hooks are for those that were not.
 	who := individual{name: b.id, env: f.manifest.Recipe.Env, same: true}
-	c, err := m.launch(ctx, f, b.id, grants[0], who, resumePoints)
+	c, err := m.launch(ctx, f, b.id, grants[0], who, b.limits(), resumePoints)
 	if err != nil {
 		return err
 	}
@@ -94,6 +96,13 @@ func (m *Manager) restart(ctx context.Context, b *box, f *frozen) (err error) {
 	m.warn(m.hit(ctx, pointResumeRunning), "resume a sandbox", b.id)
 	m.watch(b, c)
 	return nil
+}
+
+// limits are those of the sandbox.
+func (b *box) limits() limits.Limits {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.rec.Limits
 }
 
 // rerun makes a suspended sandbox run in a new machine. When it returns an error the sandbox is as before.

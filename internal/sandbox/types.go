@@ -1,6 +1,10 @@
 package sandbox
 
-import "time"
+import (
+	"time"
+
+	"github.com/forkd/forkd/internal/limits"
+)
 
 // State is where a sandbox is in its life.
 type State string
@@ -40,11 +44,13 @@ type Sandbox struct {
 	Deadline       time.Time // zero: lives until it is killed
 	EndedAt        time.Time // zero while it lives
 	Env, Metadata  map[string]string
-	PID            int    // of the monitor; 0 when there is none
-	GuestAddr      string // "" without a network
-	Netns          string // "" without a network
-	MemoryLimitMiB int    // 0: none but the snapshot's memory size
-	Path           string // StartedCold or StartedByClaim
+	PID            int           // of the monitor; 0 when there is none
+	GuestAddr      string        // "" without a network
+	Netns          string        // "" without a network
+	MemoryLimitMiB int           // as asked for; 0: not
+	Limits         limits.Limits // that are kept: asked for, the snapshot's, or the daemon's
+	Confinement    string        // of the monitor: "full", "user" or "none"; "" when there is none
+	Path           string        // StartedCold or StartedByClaim
 	BranchCount    int
 	Reason         string        // why it stopped or failed
 	ReadyIn        time.Duration // from the fork's turn to the acknowledged identity
@@ -126,6 +132,7 @@ type SnapshotRequest struct {
 	Probe    string            // a shell command that must exit 0 before the warm-up; "": the agent's answer is enough
 	Timeout  time.Duration     // for boot, readiness and warm-up together; 0: Limits.DefaultSnapshotTimeout
 	Env      map[string]string // of the parent's commands, inherited by every child
+	Limits   limits.Limits     // of children that are asked for without
 	PoolSize int
 }
 
@@ -161,17 +168,17 @@ const MaxForks = 1000
 
 // ForkRequest asks for children of a snapshot.
 type ForkRequest struct {
-	Tag            string
-	N              int // 1 to MaxForks
-	Env            map[string]string
-	Metadata       map[string]string
-	Timeout        time.Duration // deadline from now; 0: none
-	MemoryLimitMiB int
-	Path           Path
-	Name           string        // of a sandbox to be found by it; only with N 1
-	AutoSuspend    time.Duration // see Sandbox
-	AutoResume     bool
-	Secrets        map[string]string // files below /run/forkd/secrets of the guest; kept nowhere else
+	Tag         string
+	N           int // 1 to MaxForks
+	Env         map[string]string
+	Metadata    map[string]string
+	Timeout     time.Duration // deadline from now; 0: none
+	Limits      limits.Limits
+	Path        Path
+	Name        string        // of a sandbox to be found by it; only with N 1
+	AutoSuspend time.Duration // see Sandbox
+	AutoResume  bool
+	Secrets     map[string]string // files below /run/forkd/secrets of the guest; kept nowhere else
 }
 
 // ForkResult is one child of a request: a sandbox that is ready, or why there is none.

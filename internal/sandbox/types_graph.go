@@ -1,6 +1,10 @@
 package sandbox
 
-import "time"
+import (
+	"time"
+
+	"github.com/forkd/forkd/internal/limits"
+)
 
 // BranchMode says how a running sandbox is frozen.
 type BranchMode string
@@ -27,12 +31,12 @@ type BranchRequest struct {
 
 // ForkRunningRequest asks for children of a running sandbox as it is at this instant.
 type ForkRunningRequest struct {
-	N              int               // 1 to MaxForks
-	Tag            string            // keep that instant as a snapshot; "": it lives as long as its children
-	Env, Metadata  map[string]string // Env on top of the source's
-	Timeout        time.Duration     // deadline from now; 0: none
-	MemoryLimitMiB int
-	Secrets        bool // copy them too, when the sandbox holds any: else it is refused
+	N             int               // 1 to MaxForks
+	Tag           string            // keep that instant as a snapshot; "": it lives as long as its children
+	Env, Metadata map[string]string // Env on top of the source's
+	Timeout       time.Duration     // deadline from now; 0: none
+	Limits        limits.Limits
+	Secrets       bool // copy them too, when the sandbox holds any: else it is refused
 }
 
 // ForkRunningResult is what became of a ForkRunningRequest.

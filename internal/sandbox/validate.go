@@ -71,8 +71,6 @@ func (r ForkRequest) check() error {
 		return invalid("ask for 1 to 1000 children", "n is %d", r.N)
 	case r.Timeout < 0:
 		return invalid("0 is for none", "timeout of %v is negative", r.Timeout)
-	case r.MemoryLimitMiB < 0:
-		return invalid("0 is for none", "memory limit of %d MiB is negative", r.MemoryLimitMiB)
 	case r.Path != PathAny && r.Path != PathCold && r.Path != PathPool:
 		return invalid(`use "cold", "pool", or nothing for any`, "path %.80q is not known", r.Path)
 	}
@@ -82,7 +80,7 @@ func (r ForkRequest) check() error {
 	if len(r.Secrets) > 0 && r.AutoSuspend > 0 {
 		return invalid("suspend it by a request that says so", "a sandbox with secrets can't be suspended by itself: they would be written to disk")
 	}
-	if err := checkEnv(r.Env); err != nil {
+	if err := cmp.Or(checkLimits(r.Limits), checkEnv(r.Env)); err != nil {
 		return err
 	}
 	return cmp.Or(checkMetadata(r.Metadata), r.checkName())
@@ -161,7 +159,7 @@ func checkPoolSize(size int, l Limits) error {
 
 // recipe is what the manifest keeps of the request.
 func (r SnapshotRequest) recipe() snapshot.Recipe {
-	out := snapshot.Recipe{Image: r.Image, Probe: r.Probe, Env: environ(nil, r.Env)}
+	out := snapshot.Recipe{Image: r.Image, Probe: r.Probe, Env: environ(nil, r.Env), Limits: r.Limits}
 	for _, w := range r.WarmUp {
 		out.WarmUp = append(out.WarmUp, snapshot.WarmUp{Kind: string(w.Kind), Code: w.Code})
 	}

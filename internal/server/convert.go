@@ -52,7 +52,7 @@ func sandboxInfo(s sandbox.Sandbox) api.SandboxInfo {
 		ID: s.ID, SnapshotTag: s.SnapshotTag, SnapshotID: s.SnapshotID, State: api.SandboxInfoState(s.State), Reason: s.Reason,
 		Netns: orNull(s.Netns), GuestAddr: orNull(s.GuestAddr),
 		CreatedAtUnix: s.CreatedAt.Unix(), DeadlineUnix: unixOrNull(s.Deadline), EndedAtUnix: unixOrNull(s.EndedAt),
-		PID: s.PID, MemoryLimitMiB: orNull(s.MemoryLimitMiB), HasBranched: s.BranchCount > 0, BranchCount: s.BranchCount,
+		PID: s.PID, MemoryLimitMiB: orNull(s.MemoryLimitMiB), Limits: limitsInfo(s.Limits), Confinement: api.SandboxInfoConfinement(s.Confinement), HasBranched: s.BranchCount > 0, BranchCount: s.BranchCount,
 		Path: s.Path, Env: s.Env, Metadata: metadata(s.Metadata), ReadyMS: millis(s.ReadyIn),
 		Name: s.Name, AutoSuspendSecs: s.AutoSuspend.Seconds(), AutoResume: s.AutoResume, SuspendedAtUnix: unixOrZero(s.SuspendedAt),
 		Tenant: s.Tenant, Secrets: s.Secrets,

@@ -146,11 +146,11 @@ func forkRunningRequest(b api.ForkRunningRequest) (sandbox.ForkRunningRequest, e
 	if err != nil {
 		return none, err
 	}
-	limit, err := memoryLimit(b.MemoryLimitMiB)
+	bounds, err := limitsOf(b.Limits, b.MemoryLimitMiB)
 	if err != nil {
 		return none, err
 	}
-	return sandbox.ForkRunningRequest{N: n, Tag: b.Tag, Env: b.Env, Metadata: b.Metadata, Timeout: timeout, MemoryLimitMiB: limit, Secrets: b.IncludeSecrets}, checkEnv(b.Env)
+	return sandbox.ForkRunningRequest{N: n, Tag: b.Tag, Env: b.Env, Metadata: b.Metadata, Timeout: timeout, Limits: bounds, Secrets: b.IncludeSecrets}, checkEnv(b.Env)
 }
 
 func (s *Server) suspend(w http.ResponseWriter, r *http.Request) error {

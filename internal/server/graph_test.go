@@ -9,6 +9,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/forkd/forkd/api"
+	"github.com/forkd/forkd/internal/limits"
 	"github.com/forkd/forkd/internal/sandbox"
 )
 
@@ -122,7 +123,7 @@ func TestForkRunning(t *testing.T) {
 	}
 	f := newFixture(t)
 	f.do(t, "POST", "/v1/sandboxes/sb1/fork", `{"n": 5, "tag": "b", "env": {"A": "1"}, "metadata": {"k": "v"}, "timeout_secs": 60, "memory_limit_mib": 99}`)
-	want := []sandbox.ForkRunningRequest{{N: 5, Tag: "b", Env: map[string]string{"A": "1"}, Metadata: map[string]string{"k": "v"}, Timeout: time.Minute, MemoryLimitMiB: 99}}
+	want := []sandbox.ForkRunningRequest{{N: 5, Tag: "b", Env: map[string]string{"A": "1"}, Metadata: map[string]string{"k": "v"}, Timeout: time.Minute, Limits: limits.Limits{MemoryMiB: 99}}}
 	if diff := cmp.Diff(want, f.runningForks); diff != "" {
 		t.Errorf("fork (-want +got):\n%s", diff)
 	}

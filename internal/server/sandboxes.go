@@ -122,7 +122,7 @@ func forkRequest(b api.ForkRequest) (sandbox.ForkRequest, error) {
 	if err != nil {
 		return none, err
 	}
-	limit, err := memoryLimit(b.MemoryLimitMiB)
+	bounds, err := limitsOf(b.Limits, b.MemoryLimitMiB)
 	if err != nil {
 		return none, err
 	}
@@ -143,7 +143,7 @@ func forkRequest(b api.ForkRequest) (sandbox.ForkRequest, error) {
 	}
 	path, err := forkPath(b.Path)
 	return sandbox.ForkRequest{Tag: b.SnapshotTag, N: n, Env: b.Env, Metadata: b.Metadata, Timeout: timeout,
-		MemoryLimitMiB: limit, Path: path, Name: b.Name, AutoSuspend: idle, AutoResume: b.AutoResume, Secrets: b.Secrets}, err
+		Limits: bounds, Path: path, Name: b.Name, AutoSuspend: idle, AutoResume: b.AutoResume, Secrets: b.Secrets}, err
 }
 
 func forkPath(p api.ForkRequestPath) (sandbox.Path, error) {

@@ -20,6 +20,7 @@ import (
 
 	"github.com/forkd/forkd/api"
 	"github.com/forkd/forkd/internal/image"
+	"github.com/forkd/forkd/internal/limits"
 	"github.com/forkd/forkd/internal/sandbox"
 	"github.com/forkd/forkd/internal/transfer"
 )
@@ -168,7 +169,7 @@ func TestForkRequestReachesDomain(t *testing.T) {
 	f.do(t, "POST", "/v1/sandboxes", `{"snapshot_tag": "py", "memory_limit_mib": null}`)
 	want := []sandbox.ForkRequest{
 		{Tag: "py", N: 2, Env: map[string]string{"A": "b"}, Metadata: map[string]string{"m": "n"}, Timeout: 1500 * time.Millisecond,
-			MemoryLimitMiB: 64, Path: sandbox.PathPool},
+			Limits: limits.Limits{MemoryMiB: 64}, Path: sandbox.PathPool},
 		{Tag: "py", N: 1},
 	}
 	if diff := cmp.Diff(want, f.forks); diff != "" {

@@ -62,9 +62,13 @@ func (s *Server) snapshotRequest(r *http.Request, b api.SnapshotRequest) (sandbo
 	if err := checkEnv(b.Env); err != nil {
 		return none, err
 	}
+	bounds, err := limitsOf(b.Limits, nil)
+	if err != nil {
+		return none, err
+	}
 	steps, err := warmUps("warm_up", b.WarmUp)
 	return sandbox.SnapshotRequest{Tag: b.Tag, Image: img, MemMiB: b.MemMiB, VCPUs: b.VCPUs, Probe: b.Probe, Timeout: timeout,
-		Env: b.Env, PoolSize: b.PoolSize, WarmUp: steps}, err
+		Env: b.Env, PoolSize: b.PoolSize, Limits: bounds, WarmUp: steps}, err
 }
 
 // warmUps reads what is to be run before a freeze.

@@ -10,6 +10,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/forkd/forkd/api"
+	"github.com/forkd/forkd/internal/limits"
 	"github.com/forkd/forkd/internal/sandbox"
 )
 
@@ -63,7 +64,7 @@ func TestWorkspaces(t *testing.T) {
 	if got.status != 201 || !strings.Contains(got.body, `"live_sandbox_id":"sb0"`) {
 		t.Errorf("create = %d %s", got.status, got.body)
 	}
-	want := []sandbox.ForkRequest{{Tag: "py", N: 1, Name: "w", MemoryLimitMiB: 256, Timeout: time.Minute, AutoSuspend: 1500 * time.Millisecond, AutoResume: true}}
+	want := []sandbox.ForkRequest{{Tag: "py", N: 1, Name: "w", Limits: limits.Limits{MemoryMiB: 256}, Timeout: time.Minute, AutoSuspend: 1500 * time.Millisecond, AutoResume: true}}
 	if diff := cmp.Diff(want, f.forks); diff != "" {
 		t.Errorf("fork (-want +got):\n%s", diff)
 	}

@@ -10,6 +10,7 @@ import (
 	"io"
 	"time"
 
+	"github.com/forkd/forkd/internal/limits"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -58,10 +59,11 @@ type Blob struct {
 
 // Recipe is how the snapshot came about, for people and for building it anew.
 type Recipe struct {
-	Image  string   `json:"image,omitempty"`
-	WarmUp []WarmUp `json:"warm_up,omitempty"`
-	Probe  string   `json:"probe,omitempty"`
-	Env    []string `json:"env,omitempty"` // K=V
+	Image  string        `json:"image,omitempty"`
+	WarmUp []WarmUp      `json:"warm_up,omitempty"`
+	Probe  string        `json:"probe,omitempty"`
+	Env    []string      `json:"env,omitempty"`   // K=V
+	Limits limits.Limits `json:"limits,omitzero"` // of children that are asked for without
 }
 
 // WarmUp is a step of a recipe.

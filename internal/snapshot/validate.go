@@ -103,6 +103,8 @@ func (r Recipe) validate(c *checker) {
 		c.require(w.Kind == "exec" || w.Kind == "eval", "recipe.warm_up.kind %.80q is neither exec nor eval", w.Kind)
 		c.text("recipe.warm_up.code", w.Code, maxCodeBytes)
 	}
+	l := r.Limits
+	c.require(l.MemoryMiB >= 0 && l.CPUs >= 0 && l.PIDs >= 0 && l.IOMiBPerS >= 0, "recipe.limits: %+v has a negative one", l)
 	c.require(len(r.Env) <= maxEnv, "recipe has %d environment variables, the limit is %d", len(r.Env), maxEnv)
 	for _, kv := range r.Env {
 		c.text("recipe.env", kv, maxCodeBytes)

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/forkd/forkd/internal/limits"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -21,6 +22,7 @@ type Sandbox struct {
 	EndedAt        time.Time // zero: lives
 	ReadyIn        time.Duration
 	MemoryLimitMiB int
+	Limits         limits.Limits
 	BranchCount    int
 	Path           string
 	GuestAddr      string
@@ -43,13 +45,13 @@ type Sandbox struct {
 const (
 	insertSandbox = `INSERT INTO sandboxes (id, snapshot_id, snapshot_tag, state, created_ns, deadline_ns, ended_ns, ready_ns,
  memory_limit_mib, branch_count, path, guest_addr, netns, reason, env, metadata, process,
- name, anchor_id, auto_suspend_ns, auto_resume, tenant, key_id, secrets)
- VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`
+ name, anchor_id, auto_suspend_ns, auto_resume, tenant, key_id, secrets, limits)
+ VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`
 	markRunning = `UPDATE sandboxes SET state = 'running', process = ?, ready_ns = ?, deadline_ns = ?, suspended_ns = 0, left_ns = 0
  WHERE id = ?`
 	selectSandbox = `SELECT id, snapshot_id, snapshot_tag, state, created_ns, deadline_ns, ended_ns, ready_ns,
  memory_limit_mib, branch_count, path, guest_addr, netns, reason, env, metadata, process,
- name, anchor_id, state_id, auto_suspend_ns, auto_resume, suspended_ns, left_ns, tenant, key_id, secrets FROM sandboxes`
+ name, anchor_id, state_id, auto_suspend_ns, auto_resume, suspended_ns, left_ns, tenant, key_id, secrets, limits FROM sandboxes`
 )
 
 // AddSandbox records a sandbox before it is started. It wraps ErrExists when its name is taken.
@@ -66,6 +68,10 @@ func (db *DB) AddSandbox(ctx context.Context, s Sandbox) error {
 	if err != nil {
 		return fmt.Errorf("record sandbox %s: process: %w", s.ID, err)
 	}
+	bounds, err := json.Marshal(s.Limits)
+	if err != nil {
+		return fmt.Errorf("record sandbox %s: limits: %w", s.ID, err)
+	}
 	secrets := []byte("[]")
 	if len(s.Secrets) > 0 {
 		if secrets, err = json.Marshal(s.Secrets); err != nil {
@@ -77,7 +83,7 @@ func (db *DB) AddSandbox(ctx context.Context, s Sandbox) error {
 	_, err = db.insert.ExecContext(ctx, s.ID, s.SnapshotID, s.SnapshotTag, s.State, nanos(s.CreatedAt), nanos(s.Deadline), nanos(s.EndedAt),
 		s.ReadyIn.Nanoseconds(), s.MemoryLimitMiB, s.BranchCount, s.Path, s.GuestAddr, s.Netns, s.Reason, env, meta, string(proc),
 		s.Name, s.AnchorID, s.AutoSuspend.Nanoseconds(), s.AutoResume,
-		s.Tenant, s.KeyID, string(secrets))
+		s.Tenant, s.KeyID, string(secrets), string(bounds))
 	if err != nil {
 		return fmt.Errorf("record sandbox %s: %w", s.ID, classify(err))
 	}
@@ -186,11 +192,11 @@ func (db *DB) sandboxes(ctx context.Context, query string, args ...any) ([]Sandb
 func scanSandbox(rows *sql.Rows) (Sandbox, error) {
 	var s Sandbox
 	var created, deadline, ended, ready, suspend, suspended, left int64
-	var env, meta, proc, secrets string
+	var env, meta, proc, secrets, bounds string
 	err := rows.Scan(&s.ID, &s.SnapshotID, &s.SnapshotTag, &s.State, &created, &deadline, &ended, &ready,
 		&s.MemoryLimitMiB, &s.BranchCount, &s.Path, &s.GuestAddr, &s.Netns, &s.Reason, &env, &meta, &proc,
 		&s.Name, &s.AnchorID, &s.StateID, &suspend, &s.AutoResume, &suspended, &left,
-		&s.Tenant, &s.KeyID, &secrets)
+		&s.Tenant, &s.KeyID, &secrets, &bounds)
 	if err != nil {
 		return s, err
 	}
@@ -199,7 +205,7 @@ func scanSandbox(rows *sql.Rows) (Sandbox, error) {
 	for _, f := range []struct {
 		name, text string
 		into       any
-	}{{"env", env, &s.Env}, {"metadata", meta, &s.Metadata}, {"process", proc, &s.Process}, {"secrets", secrets, &s.Secrets}} {
+	}{{"env", env, &s.Env}, {"metadata", meta, &s.Metadata}, {"process", proc, &s.Process}, {"secrets", secrets, &s.Secrets}, {"limits", bounds, &s.Limits}} {
 		if err := json.Unmarshal([]byte(f.text), f.into); err != nil {
 			return s, fmt.Errorf("sandbox %s: %s: %w", s.ID, f.name, err)
 		}

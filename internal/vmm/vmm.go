@@ -183,6 +183,7 @@ type BootConfig struct {
 	Initramfs *os.File
 	Rootfs    *os.File // read-only root file system image
 	Cmdline   []string // words appended to the engine's own kernel command line
+	Cgroup    *Cgroup  // where the monitor is started; nil: where the daemon is
 	NIC       *NIC     // nil: a network device, if Shape has one, is not plugged in
 }
 
@@ -195,6 +196,14 @@ type PrepareConfig struct {
 	Rootfs *os.File
 	UFFD   *os.File // an open /dev/userfaultfd to inherit, or nil
 	NIC    *NIC     // as for a parent
+	Cgroup *Cgroup  // where the monitor is started; nil: where the daemon is
+}
+
+// Cgroup is the control group that a monitor is started in, so that nothing it takes goes uncounted: a directory that it is cloned into, or the
+// "tasks" files of hierarchies of version 1, which the thread that starts it enters first.
+type Cgroup struct {
+	Dir   *os.File
+	Tasks []*os.File
 }
 
 // Info is what an engine is on this host. A snapshot's manifest keeps the one it was made with; every field but Features and

@@ -31,8 +31,8 @@ func rules() []rule {
 		},
 		{
 			name: "confinement knows no machines",
-			from: []string{"internal/confine"}, deny: []string{"..."}, allow: []string{"internal/confine"}, deep: true,
-			why: "internal/confine starts programs, whatever they are",
+			from: []string{"internal/confine", "internal/limits"}, deny: []string{"..."}, allow: []string{"internal/confine", "internal/limits"}, deep: true,
+			why: "internal/confine starts programs and internal/limits bounds them, whatever they are",
 		},
 		{
 			name: "engines know only what is beneath them",

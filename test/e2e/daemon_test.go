@@ -236,6 +236,11 @@ func (d *daemon) untidy() error {
 	if dirs := entries(filepath.Join(d.run, "vm")); len(dirs) != len(machinesIn(d.run)) {
 		problem("%d machine directories for %d monitors: %v", len(dirs), len(machinesIn(d.run)), dirs)
 	}
+	for id := range groupsOf(d.run) {
+		if machinesIn(d.run)[id] == 0 {
+			problem("control group of %s is left", id)
+		}
+	}
 	for _, name := range entries(filepath.Join(d.run, "console")) {
 		if !known[name] {
 			problem("the console of %s is kept and nobody knows it", name)

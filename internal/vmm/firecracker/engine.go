@@ -120,7 +120,7 @@ func (e *Engine) boot(ctx context.Context, a *abilities, cfg vmm.BootConfig) (_ 
 	if err != nil {
 		return nil, err
 	}
-	c := command{dir: cfg.Dir, rootfs: cfg.Rootfs, memory: cfg.Memory, abilities: a}
+	c := command{dir: cfg.Dir, rootfs: cfg.Rootfs, memory: cfg.Memory, abilities: a, cgroup: cfg.Cgroup}
 	boot := bootSource{Kernel: fdPath(c.inherit(kernel)), Cmdline: cmdline(cfg.Cmdline)}
 	if cfg.Initramfs != nil {
 		boot.Initramfs = fdPath(c.inherit(cfg.Initramfs))
@@ -153,7 +153,7 @@ func (e *Engine) Prepare(ctx context.Context, cfg vmm.PrepareConfig) (vmm.Prepar
 	if err != nil {
 		return nil, err
 	}
-	c := command{dir: cfg.Dir, rootfs: cfg.Rootfs, memory: cfg.Memory, abilities: a}
+	c := command{dir: cfg.Dir, rootfs: cfg.Rootfs, memory: cfg.Memory, abilities: a, cgroup: cfg.Cgroup}
 	if cfg.UFFD != nil {
 		c.uffd = c.inherit(cfg.UFFD)
 	}
@@ -214,6 +214,7 @@ type command struct {
 	dir            string
 	rootfs, memory *os.File
 	abilities      *abilities
+	cgroup         *vmm.Cgroup
 	more           []*os.File // from fdFree on
 	uffd           int
 	layers         []int
@@ -259,7 +260,7 @@ func (e *Engine) spawn(s *session, c *command) (err error) {
 		defer rootfs.Close()
 	}
 	start := vmproc.Command{Name: "Firecracker", Binary: e.opt.Binary, Dir: c.dir, Args: []string{"--api-sock", apiSocket, "--id", "forkd",
-		"--log-path", "/proc/self/fd/2", "--level", "Warning"}, Stdout: stdout, User: e.opt.User, Cell: e.cell, WorkDir: true, Files: append([]*os.File{rootfs, s.state, c.memory}, c.more...)}
+		"--log-path", "/proc/self/fd/2", "--level", "Warning"}, Stdout: stdout, User: e.opt.User, Cell: e.cell, Cgroup: c.cgroup, WorkDir: true, Files: append([]*os.File{rootfs, s.state, c.memory}, c.more...)}
 	if e.opt.Serial {
 		if start.Stdin, s.input, err = os.Pipe(); err != nil {
 			return errors.Join(err, output.Close())

@@ -150,7 +150,7 @@ func (e *Engine) Boot(ctx context.Context, cfg vmm.BootConfig) (vmm.Machine, err
 		return nil, err
 	}
 	var c command
-	s, err := e.start(ctx, cfg.Dir, netNS(cfg.NIC), &c, func(socks sockets) {
+	s, err := e.start(ctx, cfg.Dir, netNS(cfg.NIC), cfg.Cgroup, &c, func(socks sockets) {
 		e.machineArgs(&c, info, cfg.Shape, cfg.Memory, cfg.Rootfs, cfg.NIC, "on", socks)
 		c.add("-kernel", fmt.Sprintf("/proc/self/fd/%d", c.inherit(cfg.Kernel)), "-initrd", fmt.Sprintf("/proc/self/fd/%d", c.inherit(cfg.Initramfs)))
 		c.add("-append", cmdline(info, cfg.Cmdline))
@@ -171,7 +171,7 @@ func (e *Engine) Prepare(ctx context.Context, cfg vmm.PrepareConfig) (vmm.Prepar
 		return nil, err
 	}
 	var c command
-	s, err := e.start(ctx, cfg.Dir, netNS(cfg.NIC), &c, func(socks sockets) {
+	s, err := e.start(ctx, cfg.Dir, netNS(cfg.NIC), cfg.Cgroup, &c, func(socks sockets) {
 		e.machineArgs(&c, info, cfg.Shape, cfg.Memory, cfg.Rootfs, cfg.NIC, "off", socks)
 		c.add("-S", "-incoming", "defer", "-global", "migration.send-configuration=off", "-global", "migration.announce-rounds=0")
 		if cfg.UFFD != nil {
@@ -192,7 +192,7 @@ func (e *Engine) Prepare(ctx context.Context, cfg vmm.PrepareConfig) (vmm.Prepar
 }
 
 // start binds the machine's sockets, runs QEMU and opens its control connection. On an error nothing is left.
-func (e *Engine) start(ctx context.Context, dir string, netNS *os.File, c *command, build func(sockets)) (_ *session, err error) {
+func (e *Engine) start(ctx context.Context, dir string, netNS *os.File, group *vmm.Cgroup, c *command, build func(sockets)) (_ *session, err error) {
 	var socks sockets
 	for _, l := range []struct {
 		name string
@@ -205,7 +205,7 @@ func (e *Engine) start(ctx context.Context, dir string, netNS *os.File, c *comma
 		defer (*l.f).Close()
 	}
 	build(socks)
-	p, err := vmproc.Start(vmproc.Command{Name: "QEMU", Binary: e.opt.Binary, Dir: dir, Args: c.args, Files: c.files, Cell: e.cell, NetNS: netNS})
+	p, err := vmproc.Start(vmproc.Command{Name: "QEMU", Binary: e.opt.Binary, Dir: dir, Args: c.args, Files: c.files, Cell: e.cell, NetNS: netNS, Cgroup: group})
 	if err != nil {
 		vmproc.CleanDir(dir)
 		return nil, err

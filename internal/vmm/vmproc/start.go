@@ -23,6 +23,7 @@ type Command struct {
 	Cell    *confine.Cell // what it is confined to, made for Binary; nil: it is not
 	WorkDir bool          // confined, it works in Dir and may write there; else it doesn't see it
 	User    User          // the zero value: ours; a cell has users of its own
+	Cgroup  *vmm.Cgroup   // the control group to run in; nil: ours
 	NetNS   *os.File      // the network namespace to run in; nil: ours, or one of its own in a cell
 }
 
@@ -87,6 +88,9 @@ func (c Command) start(p *Process, stderr *os.File) (err error) {
 		return err
 	}
 	start := confine.Command{Args: c.Args, Env: env, Files: files, NetNS: c.NetNS, PidFD: &p.pidfd}
+	if c.Cgroup != nil {
+		start.Cgroup, start.Tasks = c.Cgroup.Dir, c.Cgroup.Tasks
+	}
 	if c.WorkDir {
 		start.Dir = c.Dir
 	}
@@ -115,14 +119,32 @@ func (c Command) startOpen(env []string, files []*os.File, pidfd *int) (*os.Proc
 		return err
 	}
 	if c.NetNS != nil {
-		err = netns.Do(c.NetNS, start)
-	} else {
-		err = start()
+		outside := start
+		start = func() error { return netns.Do(c.NetNS, outside) }
 	}
-	if err != nil {
+	if c.Cgroup != nil {
+		start = inCgroup(c.Cgroup, attr, start)
+	}
+	if err := start(); err != nil {
 		return nil, fmt.Errorf("start %s: %w", c.Binary, err)
 	}
 	return child, nil
+}
+
+// inCgroup has start start its process in a control group.
+func inCgroup(g *vmm.Cgroup, attr *os.ProcAttr, start func() error) func() error {
+	if g.Dir != nil {
+		attr.Sys.UseCgroupFD, attr.Sys.CgroupFD = true, int(g.Dir.Fd())
+		return start
+	}
+	return func() error {
+		return confine.OnThread(func() error {
+			if err := confine.Enter(g.Tasks); err != nil {
+				return err
+			}
+			return start()
+		})
+	}
 }
 
 // become has a command run as another user, in a directory that is that user's.
