@@ -794,6 +794,14 @@ type PruneResult struct {
 	Removed []ImageInfo `json:"removed"`
 }
 
+// Recipe What a snapshot was made by, and can be made anew by. It does not have what the programs of a sandbox did that was branched.
+type Recipe struct {
+	Env    map[string]string `json:"env"`
+	Image  string            `json:"image"`
+	Probe  string            `json:"probe,omitempty"`
+	WarmUp []WarmUp          `json:"warm_up"`
+}
+
 // SandboxInfo defines model for SandboxInfo.
 type SandboxInfo struct {
 	AutoResume      bool    `json:"auto_resume,omitempty"`
@@ -926,9 +934,12 @@ type SnapshotDetail struct {
 	Pool                PoolStatus `json:"pool"`
 
 	// Public Whether all tenants may fork it.
-	Public   bool `json:"public,omitempty"`
-	Python   bool `json:"python"`
-	Resident bool `json:"resident"`
+	Public bool `json:"public,omitempty"`
+	Python bool `json:"python"`
+
+	// Recipe What a snapshot was made by, and can be made anew by. It does not have what the programs of a sandbox did that was branched.
+	Recipe   Recipe `json:"recipe"`
+	Resident bool   `json:"resident"`
 
 	// Secrets Whether secrets that a sandbox was given are in its memory.
 	Secrets bool                 `json:"secrets,omitempty"`
@@ -1104,10 +1115,13 @@ type VerifyResult struct {
 
 // Version defines model for Version.
 type Version struct {
-	API     VersionAPI `json:"api"`
-	Commit  string     `json:"commit,omitempty"`
-	Go      string     `json:"go,omitempty"`
-	Version string     `json:"version"`
+	API    VersionAPI `json:"api"`
+	Commit string     `json:"commit,omitempty"`
+
+	// Engine What the daemon runs machines with; empty when it can run none on this host.
+	Engine  string `json:"engine,omitempty"`
+	Go      string `json:"go,omitempty"`
+	Version string `json:"version"`
 }
 
 // VersionAPI defines model for Version.API.

@@ -105,7 +105,7 @@ func (c *serveCmd) serve(p *program, d *daemon, token string, socket server.Sock
 		defer close(probed)
 		logEngine(p.ctx, d.engine, log)
 	}()
-	srv := server.New(server.Config{Service: d.manager, Images: d.images, Packs: d.packs, Events: d.events, Timings: d.timings, Audit: d.audit, Version: ownVersion(), Token: token,
+	srv := server.New(server.Config{Service: d.manager, Images: d.images, Packs: d.packs, Events: d.events, Timings: d.timings, Audit: d.audit, Version: ownVersion(), Token: token, Engine: engineName(d.engine),
 		Keys: d.keys, KeyRate: c.keyLimit(), Socket: socket, Log: log.With("part", "server")})
 	tcp := ""
 	if tcpListener != nil {
@@ -147,6 +147,17 @@ func logEngine(ctx context.Context, engine vmm.Engine, log *slog.Logger) {
 		log.Warn("machines can't be started on this host: `forkd doctor` says what to do", "error", err)
 	default:
 		log.Info("engine", "name", info.Engine, "version", info.Version, "accel", info.Accel, "cpu", info.CPU)
+	}
+}
+
+// engineName returns what tells an engine's name, empty when it can't run here.
+func engineName(engine vmm.Engine) func(context.Context) string {
+	return func(ctx context.Context) string {
+		info, err := engine.Probe(ctx)
+		if err != nil {
+			return ""
+		}
+		return info.Engine
 	}
 }
 

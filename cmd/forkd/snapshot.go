@@ -6,7 +6,13 @@ import (
 	"github.com/forkd/forkd/client"
 )
 
+// snapshotCmd creates a snapshot when it is not told otherwise.
 type snapshotCmd struct {
+	Create  snapshotCreateCmd  `cmd:"" default:"withargs" help:"Boot an image, warm it up and freeze it. This is the default."`
+	Rebuild snapshotRebuildCmd `cmd:"" help:"Make a snapshot anew by its recipe, such as for another engine or host."`
+}
+
+type snapshotCreateCmd struct {
 	Tag            string            `required:"" help:"Name of the snapshot."`
 	Image          string            `required:"" xor:"source" help:"Name or id of an image."`
 	FromSandbox    string            `required:"" xor:"source" placeholder:"ID" help:"Freeze a running sandbox instead, as forkd branch does."`
@@ -24,7 +30,7 @@ type snapshotCmd struct {
 }
 
 // Run creates a snapshot and shows the steps.
-func (c *snapshotCmd) Run(p *program) error {
+func (c *snapshotCreateCmd) Run(p *program) error {
 	if c.FromSandbox != "" {
 		return c.fromSandbox(p)
 	}
@@ -34,16 +40,21 @@ func (c *snapshotCmd) Run(p *program) error {
 	}
 	req := client.SnapshotRequest{Tag: c.Tag, Image: c.Image, MemMiB: c.MemMiB, VCPUs: c.VCPUs, Probe: c.Probe,
 		TimeoutSecs: c.Timeout.Seconds(), Env: c.Env, PoolSize: c.Pool, Limits: c.limits(c.MemoryLimitMiB), WarmUp: warmUps(c.WarmUp, c.WarmUpEval)}
+	return p.createSnapshot(cl, req, c.Quiet)
+}
+
+// createSnapshot shows the steps and the result.
+func (p *program) createSnapshot(cl *client.Client, req client.SnapshotRequest, quiet bool) error {
 	steps := p.progress()
 	snap, err := cl.CreateSnapshot(p.ctx, req, steps.report)
 	steps.end()
 	if err != nil {
 		return err
 	}
-	return p.printSnapshot(snap, c.Quiet)
+	return p.printSnapshot(snap, quiet)
 }
 
-func (c *snapshotCmd) fromSandbox(p *program) error {
+func (c *snapshotCreateCmd) fromSandbox(p *program) error {
 	if c.MemMiB != 0 || c.VCPUs != 0 || len(c.WarmUp)+len(c.WarmUpEval)+len(c.Env) > 0 || c.Probe != "" || c.Timeout != 0 || c.Pool != 0 || c.limits(c.MemoryLimitMiB) != nil {
 		return badUsage("only --tag and -q go with --from-sandbox", "a sandbox is frozen as it is")
 	}

@@ -67,6 +67,7 @@ func Run(ctx context.Context, h Host, opt Options) []Check {
 		{"memfd", r.memfd},
 		{"userfaultfd", r.userfaultfd},
 		{"ptrace", r.ptrace},
+		{"branch", r.branch},
 		{"root", r.root},
 		{"image tools", r.imageTools},
 		{"cgroup", r.cgroup},

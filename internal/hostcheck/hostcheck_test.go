@@ -118,6 +118,10 @@ func TestChecks(t *testing.T) {
 		{name: "no yama", check: "ptrace", files: map[string]string{"proc/sys/kernel/yama/ptrace_scope": ""}, status: OK},
 		{name: "no status", check: "ptrace", files: map[string]string{"proc/self/status": ""}, status: Warn, detail: "not known"},
 
+		{name: "live branches", check: "branch", status: OK, detail: "mode live"},
+		{name: "branches without userfaultfd", check: "branch", files: map[string]string{"dev/userfaultfd": ""}, status: Warn, detail: "mode diff: a branch copies in its pause what was written last, for want of userfaultfd"},
+		{name: "branches without capabilities", check: "branch", files: map[string]string{"proc/self/status": "CapEff:\t0000000000000000\n"}, status: Warn, detail: "for want of ptrace"},
+
 		{name: "not root", check: "root", host: func(h *Host) { h.UID = 1000 }, status: Warn, detail: "not root", fix: "sudo"},
 
 		{name: "no mkfs.erofs", check: "image tools", host: missing("mkfs.erofs"), status: Warn, detail: "without mkfs.erofs", fix: "apt-get install -y --no-install-recommends erofs-utils"},

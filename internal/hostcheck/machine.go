@@ -162,3 +162,16 @@ func (r *run) ptrace() verdict {
 	}
 	return ok("monitors can be traced")
 }
+
+// branch names the best mode of a branch that this host allows, and what keeps it from a better one.
+func (r *run) branch() verdict {
+	for _, needed := range []struct {
+		name  string
+		check func() verdict
+	}{{"userfaultfd", r.userfaultfd}, {"ptrace", r.ptrace}} {
+		if v := needed.check(); v.status != OK {
+			return warn("", "mode diff: a branch copies in its pause what was written last, for want of %s (see there)", needed.name)
+		}
+	}
+	return ok("mode live: a branch pauses its source for milliseconds, whatever its size")
+}

@@ -6,12 +6,15 @@ import (
 	"bufio"
 	"fmt"
 	"io/fs"
+	"maps"
+	"slices"
 	"strings"
 )
 
 // Info is what the kernel says of the first processor.
 type Info struct {
 	Vendor string // "GenuineIntel", "AuthenticAMD"
+	Family string // a number
 	Model  string // for people
 	Flags  map[string]bool
 }
@@ -21,6 +24,9 @@ func (i Info) Virtualised() bool { return i.Flags["hypervisor"] }
 
 // StableTSC tells whether the time stamp counter runs at one rate in all power states. Guests' clocks rest on that.
 func (i Info) StableTSC() bool { return i.Flags["constant_tsc"] && i.Flags["nonstop_tsc"] }
+
+// Features are the flags in order, with spaces between them.
+func (i Info) Features() string { return strings.Join(slices.Sorted(maps.Keys(i.Flags)), " ") }
 
 // Read reads proc/cpuinfo below root, which is os.DirFS("/") but for tests.
 func Read(root fs.FS) (Info, error) {
@@ -41,6 +47,8 @@ func Read(root fs.FS) (Info, error) {
 		switch strings.TrimSpace(key) {
 		case "vendor_id":
 			info.Vendor = value
+		case "cpu family":
+			info.Family = value
 		case "model name":
 			info.Model = value
 		case "flags":

@@ -18,8 +18,8 @@ func TestRead(t *testing.T) {
 	}{
 		{
 			name:    "virtual machine",
-			cpuinfo: "processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC\nflags\t\t: tsc constant_tsc nonstop_tsc hypervisor\n\nprocessor\t: 1\nmodel name\t: other\n",
-			want: Info{Vendor: "AuthenticAMD", Model: "AMD EPYC",
+			cpuinfo: "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel name\t: AMD EPYC\nflags\t\t: tsc constant_tsc nonstop_tsc hypervisor\n\nprocessor\t: 1\nmodel name\t: other\n",
+			want: Info{Vendor: "AuthenticAMD", Family: "25", Model: "AMD EPYC",
 				Flags: map[string]bool{"tsc": true, "constant_tsc": true, "nonstop_tsc": true, "hypervisor": true}},
 			virtual: true,
 			stable:  true,

@@ -74,6 +74,10 @@ func (m *Manager) viewLocked(who Caller, f *frozen) Snapshot {
 		Status: f.status, Warning: cmp.Or(f.warning, f.measured.Warning), Python: man.Python, BootWarm: f.bootWarm,
 		Resident: m.cache.Resident(f.id), Pool: f.poolStatus(),
 		Tenant: f.tenant, Public: f.public, Secrets: f.secrets,
+		Recipe: Recipe{Image: cmp.Or(man.Recipe.Image, man.Image.Name), Probe: man.Recipe.Probe, Env: man.Recipe.Env},
+	}
+	for _, step := range man.Recipe.WarmUp {
+		s.Recipe.WarmUp = append(s.Recipe.WarmUp, WarmUp{Kind: WarmUpKind(step.Kind), Code: step.Code})
 	}
 	s.Ancestors, s.Dependents = m.familyLocked(who, f)
 	if n := len(s.Ancestors); n > 0 {

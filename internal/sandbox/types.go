@@ -86,9 +86,10 @@ type Snapshot struct {
 	Resident            bool   // its memory is in RAM
 	Pool                PoolStatus
 	BootWarm            time.Duration // boot, readiness and warm-up of the parent
-	Tenant              string        // whose it is
-	Public              bool          // everybody may fork it
-	Secrets             bool          // secrets that a sandbox was given are in its memory
+	Recipe              Recipe
+	Tenant              string // whose it is
+	Public              bool   // everybody may fork it
+	Secrets             bool   // secrets that a sandbox was given are in its memory
 
 	// Of a branch; zero for others.
 	Pause             time.Duration // how long the source stood still
@@ -120,6 +121,14 @@ const (
 type WarmUp struct {
 	Kind WarmUpKind
 	Code string
+}
+
+// Recipe is what a snapshot was made by. It does not have what the programs of a sandbox did that was branched.
+type Recipe struct {
+	Image  string
+	WarmUp []WarmUp
+	Probe  string
+	Env    []string // K=V
 }
 
 // SnapshotRequest asks for a snapshot of a parent booted from an image.

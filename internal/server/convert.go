@@ -1,6 +1,7 @@
 package server
 
 import (
+	"strings"
 	"time"
 
 	"github.com/forkd/forkd/api"
@@ -43,8 +44,20 @@ func snapshotDetail(s sandbox.Snapshot, parentHash string) api.SnapshotDetail {
 		Image: s.Image, MemMiB: s.MemMiB, VCPUs: s.VCPUs, Engine: s.Engine, EngineVersion: s.EngineVersion, Accel: s.Accel,
 		Python: s.Python, Resident: s.Resident, BootWarmMS: millis(s.BootWarm), Pool: poolStatus(s.Pool),
 		PauseMS: millis(s.Pause), DiffMS: millis(s.DiffTime), DiffPhysicalBytes: s.DiffPhysicalBytes, DiffLogicalBytes: s.DiffLogicalBytes,
+		Recipe: recipe(s.Recipe),
 		Public: s.Public, Tenant: s.Tenant, Secrets: s.Secrets,
 	}
+}
+
+func recipe(r sandbox.Recipe) api.Recipe {
+	out := api.Recipe{Image: r.Image, Probe: r.Probe, Env: map[string]string{}, WarmUp: mapped(r.WarmUp, func(w sandbox.WarmUp) api.WarmUp {
+		return api.WarmUp{Kind: api.WarmUpKind(w.Kind), Code: w.Code}
+	})}
+	for _, kv := range r.Env {
+		k, v, _ := strings.Cut(kv, "=")
+		out.Env[k] = v
+	}
+	return out
 }
 
 func sandboxInfo(s sandbox.Sandbox) api.SandboxInfo {

@@ -26,9 +26,10 @@ type Config struct {
 	Timings *Timings // nil: empty ones
 	Events  *Events  // nil: nothing is told
 	Version api.Version
-	Token   string     // an administrator's, as published; "" means none
-	Keys    *keys.Ring // nil: none
-	KeyRate keys.Limit // of the token; of keys the ring knows
+	Engine  func(context.Context) string // its name, for Version; nil: not told
+	Token   string                       // an administrator's, as published; "" means none
+	Keys    *keys.Ring                   // nil: none
+	KeyRate keys.Limit                   // of the token; of keys the ring knows
 	Socket  SocketAccess
 	Audit   Auditor // nil: no record is kept
 	Log     *slog.Logger
@@ -209,8 +210,12 @@ func (s *Server) health(w http.ResponseWriter, _ *http.Request) error {
 	return nil
 }
 
-func (s *Server) version(w http.ResponseWriter, _ *http.Request) error {
-	writeJSON(w, http.StatusOK, s.Version)
+func (s *Server) version(w http.ResponseWriter, r *http.Request) error {
+	v := s.Version
+	if s.Engine != nil {
+		v.Engine = s.Engine(r.Context())
+	}
+	writeJSON(w, http.StatusOK, v)
 	return nil
 }
 

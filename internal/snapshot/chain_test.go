@@ -203,6 +203,7 @@ func TestChainAndChildren(t *testing.T) {
 func TestCompat(t *testing.T) {
 	m := testManifest()
 	m.ID, m.Engine.CPUFeatures = "s1", "avx avx2 sse2"
+	m.Engine.CPUVendor, m.Engine.CPUFamily = "AuthenticAMD", "25"
 	for name, c := range map[string]struct {
 		change func(*vmm.Info)
 		want   []string // in the error; none: compatible
@@ -216,6 +217,8 @@ func TestCompat(t *testing.T) {
 		"accelerator":      {func(i *vmm.Info) { i.Accel = "kvm" }, []string{"accelerator", `"tcg"`, `"kvm"`}},
 		"machine type":     {func(i *vmm.Info) { i.Machine = "q35" }, []string{"machine type", `"microvm"`, `"q35"`}},
 		"CPU":              {func(i *vmm.Info) { i.CPU = "host" }, []string{"CPU", `"max"`, `"host"`}},
+		"CPU vendor":       {func(i *vmm.Info) { i.CPUVendor = "GenuineIntel" }, []string{"CPU vendor", `"AuthenticAMD"`, `"GenuineIntel"`, "forkd snapshot rebuild"}},
+		"CPU family":       {func(i *vmm.Info) { i.CPUFamily = "26" }, []string{"CPU family", `"25"`, `"26"`}},
 		"more of a CPU":    {func(i *vmm.Info) { i.CPUFeatures = "avx avx2 avx512f sse2" }, nil},
 		"less of a CPU":    {func(i *vmm.Info) { i.CPUFeatures = "avx sse2" }, []string{"CPU feature avx2", "--cpu-template"}},
 		"rate":             {func(i *vmm.Info) { i.TSCkHz += i.TSCkHz / 500 }, []string{"TSC rate", `"2500000"`, `"2505000"`, "clock"}},

@@ -27,13 +27,16 @@ func (e *IncompatibleError) Unwrap() error { return vmm.ErrIncompatible }
 
 // Compat reports whether an engine, as it is now, can restore a snapshot. The path of the engine's binary does not matter.
 func Compat(m Manifest, now vmm.Info) error {
-	const rebuild = "or make the snapshot anew on this host (its recipe is in its manifest)"
+	const rebuild = "or make it anew here with `forkd snapshot rebuild`"
 	fields := []struct{ name, made, now, advice string }{
 		{"engine", m.Engine.Engine, now.Engine, "run the daemon with the engine " + m.Engine.Engine + ", " + rebuild},
 		{"engine version", m.Engine.Version, now.Version, "install version " + m.Engine.Version + " of " + m.Engine.Engine + ", " + rebuild},
 		{"accelerator", m.Engine.Accel, now.Accel, "move it to a host with " + m.Engine.Accel + ", " + rebuild},
 		{"machine type", m.Engine.Machine, now.Machine,
 			"use a version of forkd and " + m.Engine.Engine + " that has machine type " + m.Engine.Machine + ", " + rebuild},
+		{"CPU vendor", m.Engine.CPUVendor, now.CPUVendor, "move it to a host with a processor of " + m.Engine.CPUVendor + ", " + rebuild},
+		{"CPU family", m.Engine.CPUFamily, now.CPUFamily, "move it to a host whose processor is of family " + m.Engine.CPUFamily +
+			", make snapshots that are to travel with --cpu-template, " + rebuild},
 		{"CPU", m.Engine.CPU, now.CPU, "move it to a host with that CPU, " + rebuild},
 	}
 	for _, f := range fields {

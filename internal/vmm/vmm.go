@@ -218,8 +218,10 @@ type Info struct {
 	Binary   string   `json:"binary"`  // path, for people
 	Features Features `json:"-"`
 
-	// CPUFeatures are the features of the host's processor that the guest may have seen, in order, with spaces between them; empty where
-	// it can't have seen any. A host that a snapshot is restored on may have more.
+	// What of the host's processor the guest may have seen; empty where it can't have seen any. CPUFeatures are in order, with spaces between
+	// them: a host that a snapshot is restored on may have more.
+	CPUVendor   string `json:"cpu_vendor,omitempty"`
+	CPUFamily   string `json:"cpu_family,omitempty"`
 	CPUFeatures string `json:"cpu_features,omitempty"`
 }
 

@@ -6,11 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"maps"
 	"os"
 	"os/exec"
 	"regexp"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -177,10 +175,10 @@ func (e *Engine) describe(info vmm.Info) (vmm.Info, error) {
 		return info, fmt.Errorf("processor: %w", err)
 	}
 	info.CPU = "host: " + cpu.Model
-	info.CPUFeatures = strings.Join(slices.Sorted(maps.Keys(cpu.Flags)), " ")
+	info.CPUVendor, info.CPUFamily, info.CPUFeatures = cpu.Vendor, cpu.Family, cpu.Features()
 	if e.opt.CPUTemplate != "" {
 		info.CPU = "template " + e.opt.CPUTemplate + " on " + cpu.Vendor
-		info.CPUFeatures = "" // the guest sees the template's, which every processor that has the template has
+		info.CPUFamily, info.CPUFeatures = "", "" // the guest sees the template's, which every processor that has the template has
 	}
 	if info.TSCkHz, err = e.opt.TSCkHz(); err != nil {
 		return info, fmt.Errorf("rate of the time stamp counter: %w", err)

@@ -106,7 +106,11 @@ func (e *Engine) Probe(ctx context.Context) (vmm.Info, error) {
 	}
 	info.CPU = "max"
 	if info.Accel == AccelKVM {
-		info.CPU = "host"
+		cpu, err := hostcpu.Read(os.DirFS("/"))
+		if err != nil {
+			return vmm.Info{}, fmt.Errorf("processor: %w", err)
+		}
+		info.CPU, info.CPUVendor, info.CPUFamily, info.CPUFeatures = "host", cpu.Vendor, cpu.Family, cpu.Features()
 	}
 	if info.TSCkHz, err = e.opt.TSCkHz(); err != nil {
 		return vmm.Info{}, fmt.Errorf("rate of the time stamp counter: %w", err)
