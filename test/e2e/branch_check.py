@@ -28,6 +28,13 @@ def until(condition, what):
         time.sleep(0.005)
 
 
+def stop(name):
+    """Stops a program and returns when it stands: it first finishes the system call that it is in."""
+    tell(name, signal.SIGSTOP)
+    stat = "/proc/%d/stat" % int(read(name + ".pid"))
+    until(lambda: open(stat).read().rpartition(")")[2].split()[0] == "T", "the end of what %s was doing" % name)
+
+
 def check_memory():
     checks = see[6]
     tell("memory", signal.SIGUSR1)
@@ -39,7 +46,7 @@ def check_memory():
 
 
 def check_files():
-    tell("files", signal.SIGSTOP)
+    stop("files")
     n, lines = see[2], read("journal").split("\n")
     expect(lines.pop() == "", "the journal ends within a line")
     first, last = int(lines[0]), int(lines[-1])
@@ -56,7 +63,7 @@ def check_files():
 
 
 def check_database():
-    tell("database", signal.SIGSTOP)
+    stop("database")
     committed = see[3]
     db = sqlite3.connect(os.path.join(where, "db"), timeout=10)
     expect(db.execute("pragma journal_mode").fetchone()[0] == "wal", "the database is not in WAL mode")
