@@ -192,11 +192,7 @@ func (d *liveDaemon) auditLine(id string) audit.Entry {
 // readAudit reads what is new in the record.
 func (d *liveDaemon) readAudit() {
 	d.t.Helper()
-	names, err := filepath.Glob(d.dir + "/data/audit/audit-*.jsonl")
-	if err != nil || len(names) != 1 {
-		d.t.Fatalf("files of the record: %v, %v", names, err)
-	}
-	f, err := os.Open(names[0])
+	f, err := os.Open(d.recordFile())
 	if err != nil {
 		d.t.Fatal(err)
 	}
@@ -214,4 +210,14 @@ func (d *liveDaemon) readAudit() {
 		}
 		d.seen[e.RequestID] = e
 	}
+}
+
+// recordFile is the one file of the audit record.
+func (d *liveDaemon) recordFile() string {
+	d.t.Helper()
+	names, err := filepath.Glob(d.dir + "/data/audit/audit-*.jsonl")
+	if err != nil || len(names) != 1 {
+		d.t.Fatalf("files of the record: %v, %v", names, err)
+	}
+	return names[0]
 }

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"strings"
 	"unicode/utf8"
 )
 
@@ -14,8 +15,16 @@ const (
 	maxDepth = 4
 )
 
-// secret are the fields whose values are never kept: only that they were there.
-var secret = map[string]bool{"env": true, "secrets": true, "token": true, "password": true}
+// secret says whether a field's value is never kept: only that it was there. Names are compared as readers of JSON do that don't mind their case, with
+// its odd cases ("ſ" is an "s"): whoever writes Env means env.
+func secret(name string) bool {
+	for _, s := range []string{"env", "secrets", "token", "password"} {
+		if strings.EqualFold(name, s) {
+			return true
+		}
+	}
+	return false
+}
 
 // Redact makes parameters of a request's JSON body: values of environments and secrets are left out, what a program would read is only counted,
 // and long texts are cut. A body that is no JSON object is left out.
@@ -41,7 +50,7 @@ func redactObject(fields map[string]any, depth int) map[string]any {
 			break
 		}
 		switch m, isMap := v.(map[string]any); {
-		case secret[name] && isMap:
+		case secret(name) && isMap:
 			names := map[string]any{}
 			for n := range m {
 				if len(names) < maxItems {
@@ -49,9 +58,9 @@ func redactObject(fields map[string]any, depth int) map[string]any {
 				}
 			}
 			out[name] = names
-		case secret[name]:
+		case secret(name):
 			out[name] = "…"
-		case name == "stdin":
+		case strings.EqualFold(name, "stdin"):
 			s, _ := v.(string)
 			out[name] = fmt.Sprintf("%d bytes", len(s))
 		default:

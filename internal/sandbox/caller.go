@@ -3,6 +3,7 @@ package sandbox
 import (
 	"cmp"
 	"context"
+	"fmt"
 	"slices"
 
 	"github.com/forkd/forkd/internal/image"
@@ -128,7 +129,7 @@ func (m *Manager) mayUseImage(ctx context.Context, img image.Image, asked string
 	if ImageSeenBy(callerOf(ctx).Tenant, tenants[img.ID]) {
 		return nil
 	}
-	return newError(CodeImageNotFound, nil, "`forkd image ls` lists the images", "no image has the name or id %.80s", asked)
+	return fmt.Errorf("%w: %q", image.ErrNotFound, asked) // word for word what the store says of one that is not there
 }
 
 // ImageSeenBy says whether a tenant has an image, by what is recorded of it.

@@ -109,20 +109,40 @@ func unmarshal(body []byte, dst any, required ...string) error {
 	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
 		return invalid("", "the body has something after the JSON object, at byte %d", dec.InputOffset())
 	}
-	return checkRequired(body, required)
+	return checkFields(body, dst, required)
 }
 
-// checkRequired finds fields that are absent or null, which decoding can't tell from zero.
-func checkRequired(body []byte, required []string) error {
-	if len(required) == 0 {
-		return nil
+// checkFields finds what decoding lets pass: fields that are absent or null, which it can't tell from zero, and those that are there twice or in
+// another spelling, which other readers of the same body, such as the audit record, would take for something else.
+func checkFields(body []byte, dst any, required []string) error {
+	known := map[string]bool{}
+	for _, name := range fieldNames(dst) {
+		known[name] = true
 	}
-	var present map[string]json.RawMessage
-	if err := json.Unmarshal(body, &present); err != nil {
+	null := map[string]bool{} // those that are there: whether they are null
+	dec := json.NewDecoder(bytes.NewReader(body))
+	_, err := dec.Token() // {
+	for err == nil && dec.More() {
+		var key json.Token
+		var value json.RawMessage
+		if key, err = dec.Token(); err != nil {
+			break
+		}
+		name, _ := key.(string)
+		if !known[name] {
+			return invalid(fieldsHint(dst), "unknown field %q", shorten(name))
+		}
+		if _, twice := null[name]; twice {
+			return invalid("", "field %q is there twice", name)
+		}
+		err = dec.Decode(&value)
+		null[name] = string(value) == "null"
+	}
+	if err != nil {
 		return invalid("", "the body is not JSON: %v", err)
 	}
 	for _, name := range required {
-		if raw, ok := present[name]; !ok || string(raw) == "null" {
+		if isNull, ok := null[name]; !ok || isNull {
 			return invalid("", "field %q is missing", name)
 		}
 	}
@@ -168,12 +188,14 @@ func typeName(t reflect.Type) string {
 }
 
 // fieldsHint lists the fields that a struct takes.
-func fieldsHint(dst any) string {
+func fieldsHint(dst any) string { return "fields: " + strings.Join(fieldNames(dst), ", ") }
+
+func fieldNames(dst any) []string {
 	t := reflect.TypeOf(dst).Elem()
 	names := make([]string, 0, t.NumField())
 	for i := range t.NumField() {
 		name, _, _ := strings.Cut(t.Field(i).Tag.Get("json"), ",")
 		names = append(names, name)
 	}
-	return "fields: " + strings.Join(names, ", ")
+	return names
 }

@@ -23,10 +23,11 @@ var requestIDPattern = regexp.MustCompile(`^[A-Za-z0-9._-]{1,64}$`)
 
 // note is what the inner layers tell the outermost one about a request, for its log line and metrics.
 type note struct {
-	id    string
-	route string
-	err   error
-	who   principal
+	id         string
+	route      string
+	err        error
+	unrecorded bool // it is one of too many to be in the audit record
+	who        principal
 
 	params  json.RawMessage // for the audit record
 	target  string          // what the path names

