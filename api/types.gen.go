@@ -135,6 +135,27 @@ func (e KeyScope) Valid() bool {
 	}
 }
 
+// Defines values for NetworkPolicyMode.
+const (
+	NetworkPolicyModeAllow NetworkPolicyMode = "allow"
+	NetworkPolicyModeNone  NetworkPolicyMode = "none"
+	NetworkPolicyModeOpen  NetworkPolicyMode = "open"
+)
+
+// Valid indicates whether the value is a known member of the NetworkPolicyMode enum.
+func (e NetworkPolicyMode) Valid() bool {
+	switch e {
+	case NetworkPolicyModeAllow:
+		return true
+	case NetworkPolicyModeNone:
+		return true
+	case NetworkPolicyModeOpen:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for ProgressEventEvent.
 const (
 	ProgressEventEventDone     ProgressEventEvent = "done"
@@ -343,6 +364,25 @@ type CompactRequest struct {
 	To Name `json:"to"`
 }
 
+// DeniedAttempt defines model for DeniedAttempt.
+type DeniedAttempt struct {
+	Addr    string `json:"addr"`
+	Packets int64  `json:"packets"`
+
+	// Port 0 for others than TCP and UDP.
+	Port int `json:"port"`
+
+	// Proto tcp, udp, icmp, or a number.
+	Proto string `json:"proto"`
+}
+
+// DeniedName defines model for DeniedName.
+type DeniedName struct {
+	Count    int64  `json:"count"`
+	LastUnix int64  `json:"last_unix"`
+	Name     string `json:"name"`
+}
+
 // DiffRequest defines model for DiffRequest.
 type DiffRequest struct {
 	// Env Environment of the steps, and of every child.
@@ -521,10 +561,13 @@ type ForkRequest struct {
 	// Name Makes the sandbox a workspace; only with n 1.
 	Name string `json:"name,omitempty"`
 
+	// Network The snapshot's when it is left out.
+	Network *NetworkPolicy `json:"network,omitempty"`
+
 	// Path cold: start them now; pool: only claim ready ones; any: claim, and start what is missing.
 	Path ForkRequestPath `json:"path,omitempty"`
 
-	// PerChildNetns Published; every child is isolated, so it changes nothing.
+	// PerChildNetns Published; every child has a network of its own, so it changes nothing.
 	PerChildNetns bool `json:"per_child_netns,omitempty"`
 
 	// Prewarm Published; children of a pool are warmed, so it changes nothing.
@@ -572,6 +615,9 @@ type ForkRunningRequest struct {
 	MemoryLimitMiB *int              `json:"memory_limit_mib,omitempty"`
 	Metadata       map[string]string `json:"metadata,omitempty"`
 	N              *int              `json:"n,omitempty"`
+
+	// Network The source's when it is left out.
+	Network *NetworkPolicy `json:"network,omitempty"`
 
 	// Report Answer with sandboxes and errors.
 	Report bool `json:"report,omitempty"`
@@ -721,6 +767,48 @@ type Limits struct {
 // Name defines model for Name.
 type Name = string
 
+// NetworkPolicy What a sandbox may reach. What is protected (addresses of the host, metadata services, private ranges, other sandboxes) only where a rule names an
+// address or CIDR within it, which needs an administrator of the host. IPv6 is not spoken.
+type NetworkPolicy struct {
+	// Allow Only with allow: domains, *.DOMAIN, IPv4 addresses or CIDRs, with :PORT or :LOW-HIGH, and /tcp or /udp.
+	Allow []string `json:"allow,omitempty"`
+
+	// BandwidthMbit Limit in each direction, in 10^6 bits a second; 0: none.
+	BandwidthMbit int `json:"bandwidth_mbit,omitempty"`
+
+	// Mode none: nothing; allow: what is allowed; open: all but what is protected.
+	Mode NetworkPolicyMode `json:"mode"`
+}
+
+// NetworkPolicyMode none: nothing; allow: what is allowed; open: all but what is protected.
+type NetworkPolicyMode string
+
+// NetworkStatus defines model for NetworkStatus.
+type NetworkStatus struct {
+	// Denied Of the last hour, up to 256, the most tried first.
+	Denied []DeniedAttempt `json:"denied"`
+
+	// DeniedNames Names that were asked for in vain, since the daemon started, up to 256.
+	DeniedNames []DeniedName `json:"denied_names"`
+
+	// DeniedPackets That the policy did not let through.
+	DeniedPackets int64 `json:"denied_packets"`
+
+	// ForgedPackets With an address that is not the guest's.
+	ForgedPackets int64  `json:"forged_packets"`
+	ID            string `json:"id"`
+	Ipv6Packets   int64  `json:"ipv6_packets"`
+
+	// MonitorPackets Of the monitor itself, which has nobody to speak to.
+	MonitorPackets int64 `json:"monitor_packets"`
+
+	// Policy What a sandbox may reach. What is protected (addresses of the host, metadata services, private ranges, other sandboxes) only where a rule names an
+	// address or CIDR within it, which needs an administrator of the host. IPv6 is not spoken.
+	Policy        NetworkPolicy `json:"policy"`
+	ReceivedBytes int64         `json:"received_bytes"`
+	SentBytes     int64         `json:"sent_bytes"`
+}
+
 // NewKey defines model for NewKey.
 type NewKey struct {
 	Key KeyInfo `json:"key"`
@@ -814,9 +902,11 @@ type SandboxInfo struct {
 	DeadlineUnix  *int64                 `json:"deadline_unix"`
 	EndedAtUnix   *int64                 `json:"ended_at_unix"`
 	Env           map[string]string      `json:"env,omitempty"`
-	GuestAddr     *string                `json:"guest_addr"`
-	HasBranched   bool                   `json:"has_branched"`
-	ID            string                 `json:"id"`
+
+	// GuestAddr In its own network: the same for all.
+	GuestAddr   *string `json:"guest_addr"`
+	HasBranched bool    `json:"has_branched"`
+	ID          string  `json:"id"`
 
 	// Limits What a sandbox may take of the host; 0 or absent: the snapshot's, or else the daemon's. One that the host can't keep fails the request with limits_unavailable.
 	Limits         *Limits           `json:"limits,omitempty"`
@@ -824,8 +914,11 @@ type SandboxInfo struct {
 	Metadata       map[string]string `json:"metadata"`
 
 	// Name Of a workspace.
-	Name  string  `json:"name,omitempty"`
-	Netns *string `json:"netns"`
+	Name string `json:"name,omitempty"`
+
+	// Netns File of its network namespace, for nsenter --net=FILE.
+	Netns   *string        `json:"netns"`
+	Network *NetworkPolicy `json:"network,omitempty"`
 
 	// Path How it was made: cold or claim.
 	Path string `json:"path"`
@@ -978,16 +1071,20 @@ type SnapshotInfo struct {
 	DiffMS float64 `json:"diff_ms,omitempty"`
 
 	// DiffPhysicalBytes Of the pages that a branch changed, without those of zeros.
-	DiffPhysicalBytes   int64  `json:"diff_physical_bytes,omitempty"`
-	Dir                 string `json:"dir"`
-	Engine              string `json:"engine"`
-	EngineVersion       string `json:"engine_version"`
-	ID                  string `json:"id"`
-	Image               string `json:"image"`
-	MemMiB              int    `json:"mem_mib"`
-	MemoryLogicalBytes  int64  `json:"memory_logical_bytes"`
-	MemoryPhysicalBytes int64  `json:"memory_physical_bytes"`
-	ParentTag           string `json:"parent_tag,omitempty"`
+	DiffPhysicalBytes int64  `json:"diff_physical_bytes,omitempty"`
+	Dir               string `json:"dir"`
+	Engine            string `json:"engine"`
+	EngineVersion     string `json:"engine_version"`
+
+	// HasNetwork Whether its machines have a network device.
+	HasNetwork          bool           `json:"has_network,omitempty"`
+	ID                  string         `json:"id"`
+	Image               string         `json:"image"`
+	MemMiB              int            `json:"mem_mib"`
+	MemoryLogicalBytes  int64          `json:"memory_logical_bytes"`
+	MemoryPhysicalBytes int64          `json:"memory_physical_bytes"`
+	Network             *NetworkPolicy `json:"network,omitempty"`
+	ParentTag           string         `json:"parent_tag,omitempty"`
 
 	// PauseMS How long a branched sandbox stood still.
 	PauseMS float64    `json:"pause_ms,omitempty"`
@@ -1036,6 +1133,9 @@ type SnapshotRequest struct {
 
 	// MemMiB Memory of the guest; 0: the default.
 	MemMiB int `json:"mem_mib,omitempty"`
+
+	// Network Of the warm-up, and of every child that asks for no other; none when it is left out.
+	Network *NetworkPolicy `json:"network,omitempty"`
 
 	// PoolSize Children to keep ready.
 	PoolSize int `json:"pool_size,omitempty"`
@@ -1192,6 +1292,9 @@ type WorkspaceRequest struct {
 // IdempotencyKey defines model for IdempotencyKey.
 type IdempotencyKey = string
 
+// Port defines model for Port.
+type Port = int
+
 // SandboxID defines model for SandboxID.
 type SandboxID = string
 
@@ -1311,6 +1414,9 @@ type ExecCommandJSONRequestBody = ExecRequest
 
 // ForkSandboxJSONRequestBody defines body for ForkSandbox for application/json ContentType.
 type ForkSandboxJSONRequestBody = ForkRunningRequest
+
+// SetNetworkJSONRequestBody defines body for SetNetwork for application/json ContentType.
+type SetNetworkJSONRequestBody = NetworkPolicy
 
 // SuspendSandboxJSONRequestBody defines body for SuspendSandbox for application/json ContentType.
 type SuspendSandboxJSONRequestBody = SuspendRequest

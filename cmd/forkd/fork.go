@@ -28,6 +28,8 @@ type forkCmd struct {
 	Secret         map[string]string `mapsep:"none" placeholder:"NAME=VALUE" help:"A file below /run/forkd/secrets of each, in its memory only; @FILE reads the value from a file. May be given again."`
 	IncludeSecrets bool              `help:"With --from: they may have the secrets that it holds."`
 
+	networkFlags
+
 	// Published flags. The isolation and the branches that they ask for are always there.
 	PerChildNetns bool `hidden:""`
 	LiveFork      bool `hidden:""`
@@ -67,14 +69,18 @@ func (c *forkCmd) Run(p *program) error {
 
 // fork starts the sandboxes.
 func (c *forkCmd) fork(p *program, cl *client.Client) ([]client.Sandbox, error) {
+	policy, err := c.networkFlags.policy()
+	if err != nil {
+		return nil, err
+	}
 	if c.From != "" {
-		return c.forkRunning(p, cl)
+		return c.forkRunning(p, cl, policy)
 	}
 	secrets, err := readSecrets(c.Secret)
 	if err != nil {
 		return nil, err
 	}
-	req := client.ForkRequest{Secrets: secrets, SnapshotTag: c.Tag, N: client.Int(c.N), Env: c.Env, Metadata: c.Metadata, TimeoutSecs: c.Timeout.Seconds(),
+	req := client.ForkRequest{Network: policy, Secrets: secrets, SnapshotTag: c.Tag, N: client.Int(c.N), Env: c.Env, Metadata: c.Metadata, TimeoutSecs: c.Timeout.Seconds(),
 		Name: c.Name, AutoSuspendSecs: c.AutoSuspend.Seconds(), AutoResume: c.AutoResume, Limits: c.limits(0)}
 	if c.MemoryLimitMiB != 0 {
 		req.MemoryLimitMiB = client.Int(c.MemoryLimitMiB)
@@ -89,11 +95,11 @@ func (c *forkCmd) fork(p *program, cl *client.Client) ([]client.Sandbox, error) 
 }
 
 // forkRunning starts the sandboxes from one that runs.
-func (c *forkCmd) forkRunning(p *program, cl *client.Client) ([]client.Sandbox, error) {
+func (c *forkCmd) forkRunning(p *program, cl *client.Client, policy *client.NetworkPolicy) ([]client.Sandbox, error) {
 	if c.Pool || c.Cold || c.Name != "" || c.AutoSuspend != 0 || c.AutoResume {
 		return nil, badUsage("see `forkd fork --help`", "--pool, --cold, --name, --auto-suspend and --auto-resume don't go with --from")
 	}
-	req := client.ForkRunningRequest{N: client.Int(c.N), Tag: c.Tag, Env: c.Env, Metadata: c.Metadata, TimeoutSecs: c.Timeout.Seconds(), IncludeSecrets: c.IncludeSecrets, Limits: c.limits(0)}
+	req := client.ForkRunningRequest{Network: policy, N: client.Int(c.N), Tag: c.Tag, Env: c.Env, Metadata: c.Metadata, TimeoutSecs: c.Timeout.Seconds(), IncludeSecrets: c.IncludeSecrets, Limits: c.limits(0)}
 	if c.MemoryLimitMiB != 0 {
 		req.MemoryLimitMiB = client.Int(c.MemoryLimitMiB)
 	}

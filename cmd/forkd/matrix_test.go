@@ -137,6 +137,10 @@ func tries() map[string]try {
 		"pingSandbox": {path: "/v1/sandboxes/SANDBOX/ping", status: 200}, "getLogs": {path: "/v1/sandboxes/SANDBOX/logs", status: 200},
 		"execCommand": {path: "/v1/sandboxes/SANDBOX/exec", body: `{"args": ["true"]}`, status: 200}, "evalCode": {path: "/v1/sandboxes/SANDBOX/eval", body: `{"code": "1"}`, status: 200},
 		"extendSandbox": {path: "/v1/sandboxes/SANDBOX/timeout", body: `{"timeout_secs": 0}`, status: 200}, "getSandboxStats": {path: "/v1/sandboxes/SANDBOX/stats", status: 200},
+		"getNetwork": {path: "/v1/sandboxes/SANDBOX/network", status: 200}, "setNetwork": {path: "/v1/sandboxes/SANDBOX/network", body: `{"mode": "none"}`, status: 200},
+		// The fake machines have no network: a port of a sandbox that may be asked for is a 503.
+		"openTunnel":    {path: "/v1/sandboxes/SANDBOX/tunnel/80", status: 503, extra: map[string]string{"Connection": "Upgrade", "Upgrade": "forkd-tcp"}},
+		"proxyPort":     {path: "/v1/sandboxes/SANDBOX/ports/80/", status: 503},
 		"branchSandbox": {path: "/v1/sandboxes/SANDBOX/branch", body: `{"tag": "%s"}`, status: 201, fresh: tag}, "forkSandbox": {path: "/v1/sandboxes/SANDBOX/fork", status: 201},
 		"suspendSandbox": {path: "/v1/sandboxes/%s/suspend", status: 200, fresh: sandbox},
 		"resumeSandbox": {path: "/v1/sandboxes/%s/resume", status: 200, fresh: func(m *matrix) string {

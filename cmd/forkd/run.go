@@ -35,20 +35,22 @@ type cli struct {
 	URL  string `name:"url" placeholder:"URL" help:"Daemon: http://host:port or a socket's path. Default: $$FORKD_URL, else this host's socket."`
 	JSON bool   `name:"json" help:"Print results, and errors, as JSON."`
 
-	Fork      forkCmd      `cmd:"" group:"sandboxes" help:"Start sandboxes from a snapshot, or from a running one."`
-	Ls        lsCmd        `cmd:"" group:"sandboxes" help:"List the sandboxes."`
-	Get       getCmd       `cmd:"" group:"sandboxes" help:"Show one sandbox."`
-	Kill      killCmd      `cmd:"" group:"sandboxes" help:"Kill sandboxes."`
-	Ping      pingCmd      `cmd:"" group:"sandboxes" help:"Make a round trip to a sandbox's agent."`
-	Exec      execCmd      `cmd:"" group:"sandboxes" help:"Run a command in a sandbox."`
-	Eval      evalCmd      `cmd:"" group:"sandboxes" help:"Run Python in a sandbox's resident interpreter."`
-	Logs      logsCmd      `cmd:"" group:"sandboxes" help:"Show a sandbox's console."`
-	Extend    extendCmd    `cmd:"" group:"sandboxes" help:"Move a sandbox's deadline."`
-	Branch    branchCmd    `cmd:"" group:"sandboxes" help:"Freeze a running sandbox into a new snapshot while it goes on."`
-	Suspend   suspendCmd   `cmd:"" group:"sandboxes" help:"Freeze sandboxes to disk and give their memory back."`
-	Resume    resumeCmd    `cmd:"" group:"sandboxes" help:"Bring suspended sandboxes back."`
-	Workspace workspaceCmd `cmd:"" group:"sandboxes" help:"Work with sandboxes that have a name."`
-	Stats     statsCmd     `cmd:"" group:"sandboxes" help:"Show what sandboxes use: memory, processor time, traffic."`
+	Fork        forkCmd        `cmd:"" group:"sandboxes" help:"Start sandboxes from a snapshot, or from a running one."`
+	Ls          lsCmd          `cmd:"" group:"sandboxes" help:"List the sandboxes."`
+	Get         getCmd         `cmd:"" group:"sandboxes" help:"Show one sandbox."`
+	Kill        killCmd        `cmd:"" group:"sandboxes" help:"Kill sandboxes."`
+	Ping        pingCmd        `cmd:"" group:"sandboxes" help:"Make a round trip to a sandbox's agent."`
+	Exec        execCmd        `cmd:"" group:"sandboxes" help:"Run a command in a sandbox."`
+	Eval        evalCmd        `cmd:"" group:"sandboxes" help:"Run Python in a sandbox's resident interpreter."`
+	Logs        logsCmd        `cmd:"" group:"sandboxes" help:"Show a sandbox's console."`
+	Extend      extendCmd      `cmd:"" group:"sandboxes" help:"Move a sandbox's deadline."`
+	Branch      branchCmd      `cmd:"" group:"sandboxes" help:"Freeze a running sandbox into a new snapshot while it goes on."`
+	Suspend     suspendCmd     `cmd:"" group:"sandboxes" help:"Freeze sandboxes to disk and give their memory back."`
+	Resume      resumeCmd      `cmd:"" group:"sandboxes" help:"Bring suspended sandboxes back."`
+	Workspace   workspaceCmd   `cmd:"" group:"sandboxes" help:"Work with sandboxes that have a name."`
+	Net         netCmd         `cmd:"" group:"sandboxes" help:"Show or change what a sandbox may reach, and what it tried in vain."`
+	PortForward portForwardCmd `cmd:"" group:"sandboxes" help:"Reach ports of a sandbox from this side."`
+	Stats       statsCmd       `cmd:"" group:"sandboxes" help:"Show what sandboxes use: memory, processor time, traffic."`
 
 	Image           imageCmd           `cmd:"" group:"snapshots" help:"Build, list, remove and prune images."`
 	Snapshot        snapshotCmd        `cmd:"" group:"snapshots" help:"Boot an image, warm it up and freeze it."`

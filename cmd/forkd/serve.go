@@ -100,6 +100,12 @@ func (c *serveCmd) serve(p *program, d *daemon, token string, socket server.Sock
 	}
 	log.Info("recovered", "adopted", recovery.Adopted, "lost", recovery.Lost, "aborted", recovery.Aborted, "reaped", recovery.Reaped,
 		"snapshots", recovery.Snapshots, "finished", recovery.Finished, "dirs", recovery.Dirs, "unknown", strings.Join(recovery.Unknown, " "))
+	if d.networks != nil {
+		d.networks.Start()
+	}
+	if d.networks != nil {
+		d.networks.Start()
+	}
 	probed := make(chan struct{})
 	go func() {
 		defer close(probed)

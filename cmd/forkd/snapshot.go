@@ -26,6 +26,7 @@ type snapshotCreateCmd struct {
 	Pool           int               `placeholder:"N" help:"Children to keep ready."`
 	MemoryLimitMiB int               `name:"memory-limit-mib" placeholder:"MIB" help:"Limit of the memory that each child may add to the snapshot's, unless its fork says otherwise; the next flags likewise."`
 	limitFlags
+	networkFlags
 	Quiet bool `short:"q" help:"Print the tag only."`
 }
 
@@ -38,7 +39,11 @@ func (c *snapshotCreateCmd) Run(p *program) error {
 	if err != nil {
 		return err
 	}
-	req := client.SnapshotRequest{Tag: c.Tag, Image: c.Image, MemMiB: c.MemMiB, VCPUs: c.VCPUs, Probe: c.Probe,
+	policy, err := c.networkFlags.policy()
+	if err != nil {
+		return err
+	}
+	req := client.SnapshotRequest{Network: policy, Tag: c.Tag, Image: c.Image, MemMiB: c.MemMiB, VCPUs: c.VCPUs, Probe: c.Probe,
 		TimeoutSecs: c.Timeout.Seconds(), Env: c.Env, PoolSize: c.Pool, Limits: c.limits(c.MemoryLimitMiB), WarmUp: warmUps(c.WarmUp, c.WarmUpEval)}
 	return p.createSnapshot(cl, req, c.Quiet)
 }
@@ -55,7 +60,8 @@ func (p *program) createSnapshot(cl *client.Client, req client.SnapshotRequest, 
 }
 
 func (c *snapshotCreateCmd) fromSandbox(p *program) error {
-	if c.MemMiB != 0 || c.VCPUs != 0 || len(c.WarmUp)+len(c.WarmUpEval)+len(c.Env) > 0 || c.Probe != "" || c.Timeout != 0 || c.Pool != 0 || c.limits(c.MemoryLimitMiB) != nil {
+	if c.MemMiB != 0 || c.VCPUs != 0 || len(c.WarmUp)+len(c.WarmUpEval)+len(c.Env) > 0 || c.Probe != "" || c.Timeout != 0 || c.Pool != 0 || c.limits(c.MemoryLimitMiB) != nil ||
+		c.Network != "" || len(c.Allow) > 0 || c.Bandwidth != 0 {
 		return badUsage("only --tag and -q go with --from-sandbox", "a sandbox is frozen as it is")
 	}
 	return p.branch(c.FromSandbox, client.BranchRequest{Tag: c.Tag}, c.Quiet)

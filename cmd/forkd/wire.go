@@ -15,6 +15,7 @@ import (
 	"github.com/forkd/forkd/internal/audit"
 	"github.com/forkd/forkd/internal/confine"
 	"github.com/forkd/forkd/internal/failpoint"
+	"github.com/forkd/forkd/internal/hostnet"
 	"github.com/forkd/forkd/internal/image"
 	"github.com/forkd/forkd/internal/image/agentbin"
 	"github.com/forkd/forkd/internal/keys"
@@ -35,12 +36,16 @@ import (
 type parts struct {
 	engine func(f *daemonFlags, users *confine.Users, log *slog.Logger) vmm.Engine
 	agent  func() ([]byte, error) // the guest's agent, for images
+
+	networks bool // the host's may be touched
 }
 
 func productParts() parts {
 	return parts{
 		engine: newEngine,
 		agent:  agentbin.Agent,
+
+		networks: true,
 	}
 }
 
@@ -72,24 +77,28 @@ const auditDir = "audit"
 
 // daemonFlags say where a daemon keeps things and what it may use.
 type daemonFlags struct {
-	Data            string `placeholder:"DIR" help:"Images, snapshots and state. Default: /var/lib/forkd, or below $$XDG_DATA_HOME."`
-	RunDir          string `name:"run" placeholder:"DIR" help:"Sockets and records of running machines. Default: /run/forkd, or below $$XDG_RUNTIME_DIR."`
-	Cache           string `placeholder:"DIR" help:"What makes builds of images faster and may be deleted. Default: /var/cache/forkd, or below $$XDG_CACHE_HOME."`
-	Engine          string `enum:"auto,qemu,firecracker" default:"auto" help:"What runs machines: ${enum}. auto: Firecracker where it and a working KVM are there, else QEMU."`
-	Firecracker     string `name:"firecracker" env:"FORKD_FIRECRACKER" placeholder:"FILE" help:"The Firecracker binary, 1.12 or newer. Default: the one in $$PATH."`
-	FirecrackerUID  uint32 `name:"firecracker-uid" placeholder:"UID" help:"Where machines are not confined, run each Firecracker as this user, in the group that KVM is open to. Default: as the daemon."`
-	PIDsLimit       int    `name:"default-pids-limit" default:"256" placeholder:"N" help:"Processes and threads that a monitor may have, unless a request says otherwise. 0: no limit."`
-	CgroupParent    string `name:"cgroup-parent" placeholder:"GROUP" help:"Control group, of version 2, to make those of machines in. Default: the slice that the daemon is in."`
-	Confine         string `enum:"auto,require,off" default:"auto" help:"Lock each machine's monitor in, as a user of its own that sees nothing of the host: ${enum}. auto: when the daemon is root."`
-	UIDBase         uint32 `name:"uid-base" placeholder:"UID" help:"The first of the 65536 user ids that monitors are given; nobody else may have one of them. Default: one above 1900000000 that depends on the run directory."`
-	CPUTemplate     string `name:"cpu-template" placeholder:"NAME" help:"Firecracker's CPU template for new parents (T2, T2S, T2CL, T2A, C3): their snapshots restore on other processors that have it."`
-	QEMU            string `name:"qemu" placeholder:"FILE" help:"The QEMU binary. Default: the one in $$PATH."`
-	Accel           string `enum:"auto,kvm,tcg" default:"auto" help:"KVM, emulation, or KVM if a test guest runs on it: ${enum}."`
-	MemoryBudgetMiB int64  `name:"memory-budget-mib" placeholder:"MIB" help:"Memory for machines in all. Default: what the host has to spare."`
-	CacheMemoryMiB  int64  `name:"resident-mib" placeholder:"MIB" help:"Memory for snapshots that are loaded and not in use. Default: a quarter of the host's."`
-	Compress        bool   `help:"Compress the memory of new snapshots: less disk, more time to freeze and to load."`
-	MaxLaunches     int    `placeholder:"N" help:"Machines that are started at the same time; the others wait. Default: the number of CPUs."`
-	MaxBranches     int    `placeholder:"N" help:"Running sandboxes that are frozen at the same time; the others wait. Default: twice the number of CPUs."`
+	Data            string   `placeholder:"DIR" help:"Images, snapshots and state. Default: /var/lib/forkd, or below $$XDG_DATA_HOME."`
+	RunDir          string   `name:"run" placeholder:"DIR" help:"Sockets and records of running machines. Default: /run/forkd, or below $$XDG_RUNTIME_DIR."`
+	Cache           string   `placeholder:"DIR" help:"What makes builds of images faster and may be deleted. Default: /var/cache/forkd, or below $$XDG_CACHE_HOME."`
+	Engine          string   `enum:"auto,qemu,firecracker" default:"auto" help:"What runs machines: ${enum}. auto: Firecracker where it and a working KVM are there, else QEMU."`
+	Firecracker     string   `name:"firecracker" env:"FORKD_FIRECRACKER" placeholder:"FILE" help:"The Firecracker binary, 1.12 or newer. Default: the one in $$PATH."`
+	FirecrackerUID  uint32   `name:"firecracker-uid" placeholder:"UID" help:"Where machines are not confined, run each Firecracker as this user, in the group that KVM is open to. Default: as the daemon."`
+	PIDsLimit       int      `name:"default-pids-limit" default:"256" placeholder:"N" help:"Processes and threads that a monitor may have, unless a request says otherwise. 0: no limit."`
+	CgroupParent    string   `name:"cgroup-parent" placeholder:"GROUP" help:"Control group, of version 2, to make those of machines in. Default: the slice that the daemon is in."`
+	Confine         string   `enum:"auto,require,off" default:"auto" help:"Lock each machine's monitor in, as a user of its own that sees nothing of the host: ${enum}. auto: when the daemon is root."`
+	UIDBase         uint32   `name:"uid-base" placeholder:"UID" help:"The first of the 65536 user ids that monitors are given; nobody else may have one of them. Default: one above 1900000000 that depends on the run directory."`
+	CPUTemplate     string   `name:"cpu-template" placeholder:"NAME" help:"Firecracker's CPU template for new parents (T2, T2S, T2CL, T2A, C3): their snapshots restore on other processors that have it."`
+	QEMU            string   `name:"qemu" placeholder:"FILE" help:"The QEMU binary. Default: the one in $$PATH."`
+	Accel           string   `enum:"auto,kvm,tcg" default:"auto" help:"KVM, emulation, or KVM if a test guest runs on it: ${enum}."`
+	MemoryBudgetMiB int64    `name:"memory-budget-mib" placeholder:"MIB" help:"Memory for machines in all. Default: what the host has to spare."`
+	CacheMemoryMiB  int64    `name:"resident-mib" placeholder:"MIB" help:"Memory for snapshots that are loaded and not in use. Default: a quarter of the host's."`
+	Compress        bool     `help:"Compress the memory of new snapshots: less disk, more time to freeze and to load."`
+	MaxLaunches     int      `placeholder:"N" help:"Machines that are started at the same time; the others wait. Default: the number of CPUs."`
+	Networking      string   `enum:"auto,on,off" default:"auto" help:"Networks for machines: auto (where this process may make them), on (or don't start), or off: ${enum}."`
+	NetworkRange    string   `default:"10.118.0.0/16" placeholder:"CIDR" help:"A /16 for machines' addresses on this host, which nothing else uses."`
+	NetworkPool     int      `default:"32" placeholder:"N" help:"Networks to keep ready: as many as machines may be started in a burst."`
+	DNS             []string `name:"dns" placeholder:"SERVER" help:"Name servers that machines' names are asked of. Default: the host's."`
+	MaxBranches     int      `placeholder:"N" help:"Running sandboxes that are frozen at the same time; the others wait. Default: twice the number of CPUs."`
 
 	MaxSandboxes       int     `placeholder:"N" help:"Sandboxes that may be there in all, suspended ones too. Default: no limit but memory."`
 	MaxTenantSandboxes int     `placeholder:"N" help:"Sandboxes that each tenant may have. Default: no limit of its own."`
@@ -143,6 +152,10 @@ type daemon struct {
 	timings *server.Timings
 	audit   *audit.Log
 	keys    *keys.Ring
+
+	networks   *hostnet.Network // nil: none, for that reason
+	noNetworks error
+
 	closers []func() error // in the order of opening
 }
 
@@ -186,7 +199,12 @@ func (p *program) openDaemon(f *daemonFlags, log *slog.Logger, killAll bool) (_ 
 		return nil, err
 	}
 	d.closers = append(d.closers, groups.Close)
+	networks, err := d.openNetworks(f, p.parts.networks, log.With("part", "network"))
+	if err != nil {
+		return nil, err
+	}
 	d.manager, err = sandbox.New(sandbox.Config{
+		Networks: networks, NoNetworks: d.noNetworks,
 		Engine: d.engine, Images: st.images, Snapshots: st.snapshots, Memory: memory.NewCache(residentBudget(f)), DB: st.db, RunDir: f.RunDir, Groups: groups,
 		Limits: sandbox.Limits{Launches: f.MaxLaunches, MaxBranches: f.MaxBranches, MemoryBudget: f.MemoryBudgetMiB << 20, Default: limits.Limits{PIDs: f.PIDsLimit},
 			MaxSandboxes: f.MaxSandboxes, MaxTenantSandboxes: f.MaxTenantSandboxes},

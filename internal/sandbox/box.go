@@ -66,7 +66,11 @@ func (b *box) status() State {
 func (b *box) view() Sandbox {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return viewOf(b.rec)
+	s := viewOf(b.rec)
+	if b.child != nil && b.child.network != nil {
+		s.GuestAddr, s.Netns = b.child.network.GuestAddr(), fmt.Sprintf("/proc/%d/ns/net", s.PID)
+	}
+	return s
 }
 
 func viewOf(r store.Sandbox) Sandbox {
@@ -74,7 +78,7 @@ func viewOf(r store.Sandbox) Sandbox {
 		ID: r.ID, SnapshotID: r.SnapshotID, SnapshotTag: r.SnapshotTag, State: State(r.State),
 		CreatedAt: r.CreatedAt, Deadline: r.Deadline, EndedAt: r.EndedAt,
 		Env: maps.Clone(r.Env), Metadata: maps.Clone(r.Metadata),
-		GuestAddr: r.GuestAddr, Netns: r.Netns, MemoryLimitMiB: r.MemoryLimitMiB, Limits: r.Limits, Path: r.Path, BranchCount: r.BranchCount,
+		Network: r.Network, MemoryLimitMiB: r.MemoryLimitMiB, Limits: r.Limits, Path: r.Path, BranchCount: r.BranchCount,
 		Reason: r.Reason, ReadyIn: r.ReadyIn,
 		Name: r.Name, AutoSuspend: r.AutoSuspend, AutoResume: r.AutoResume, SuspendedAt: r.SuspendedAt,
 		Tenant: r.Tenant, Secrets: slices.Clone(r.Secrets),

@@ -13,6 +13,7 @@ import (
 	"github.com/forkd/forkd/internal/guest/agentproto"
 	"github.com/forkd/forkd/internal/limits"
 	"github.com/forkd/forkd/internal/memory"
+	"github.com/forkd/forkd/internal/netpolicy"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -26,6 +27,7 @@ type child struct {
 	drop    func()      // called when the machine is gone and its image given back; nil: nothing
 	grant   *grant
 	group   *limits.Group // nil: none
+	network Network       // nil: none
 
 	life context.Context // ends when the machine is not its sandbox's any more; its cause is an *Error
 	end  context.CancelCauseFunc
@@ -44,6 +46,7 @@ func (c *child) dispose() error {
 	c.tap.free() // nothing may wait for a line that leads nowhere
 	err = errors.Join(err, ignoreClosed(c.agent.Close()))
 	if err == nil {
+		c.disconnect()
 		err = errors.Join(os.RemoveAll(c.dir), c.group.Remove()) // else the directory stays, for the next Recover to find the process by
 	}
 	c.giveBack()
@@ -128,6 +131,9 @@ func (m *Manager) launchOnce(ctx context.Context, f *frozen, id string, g *grant
 	defer close()
 	undo.add(c.group.Remove)
 	defer func() { err = c.blame(err) }() // before it is removed
+	if err := m.connect(ctx, c, f.manifest.Shape, who.network, undo); err != nil {
+		return nil, err
+	}
 	if err := m.startMachine(ctx, c, f, files, at, undo, points); err != nil {
 		return nil, err
 	}
@@ -144,7 +150,7 @@ func (m *Manager) launchOnce(ctx context.Context, f *frozen, id string, g *grant
 // startMachine brings the machine up to the point at which it is loaded and paused.
 func (m *Manager) startMachine(ctx context.Context, c *child, f *frozen, files restoreFiles, at *vmm.Cgroup, undo *cleanup, points launchPoints) error {
 	img := c.image.Image()
-	cfg := vmm.PrepareConfig{Dir: c.dir, Shape: f.manifest.Shape, Memory: img.Base(), Rootfs: files.rootfs, UFFD: m.uffd, Cgroup: at}
+	cfg := vmm.PrepareConfig{Dir: c.dir, Shape: f.manifest.Shape, Memory: img.Base(), Rootfs: files.rootfs, UFFD: m.uffd, Cgroup: at, NIC: c.nic()}
 	for _, l := range img.Layers() {
 		cfg.Layers = append(cfg.Layers, l.File)
 	}
@@ -152,6 +158,7 @@ func (m *Manager) startMachine(ctx context.Context, c *child, f *frozen, files r
 	if err != nil {
 		return err
 	}
+	c.plugged()
 	kill := prepared.Kill
 	undo.add(func() error { return kill() })
 	if err := m.hit(ctx, points.prepared); err != nil {
@@ -186,6 +193,8 @@ type individual struct {
 	env   []string
 	hooks bool
 	same  bool // it was that individual before: host name and machine id stay
+
+	network netpolicy.Policy // what it may reach when it is launched
 }
 
 func (w individual) identity() agentproto.Identity {

@@ -38,6 +38,10 @@ type Config struct {
 	Log       *slog.Logger // nil: none
 	Events    func(Event)  // is called in order of what happened to one thing and must not block; nil: none
 
+	// Networks makes networks; nil: machines have none, for the reason NoNetworks.
+	Networks   Networks
+	NoNetworks error
+
 	Timings func(Timing) // is told how long things took, and must not block; nil: nobody is
 
 	// Agent returns the client of a machine's agent; nil: one over vmm.PortControl.

@@ -47,6 +47,9 @@ func (m *Manager) CreateSnapshot(ctx context.Context, req SnapshotRequest, tell 
 	if err != nil {
 		return Snapshot{}, fault(err, "snapshot %s: image %.80s", req.Tag, req.Image)
 	}
+	if err := m.checkNetwork("snapshot "+req.Tag, true, req.Network); err != nil {
+		return Snapshot{}, err
+	}
 	if tell == nil {
 		tell = func(Progress) {}
 	}
@@ -95,7 +98,7 @@ func (c *creation) run(ctx context.Context) error {
 // claimTag takes the tag, before any work is done: of two who want it one fails at once.
 func (c *creation) claimTag(ctx context.Context) error {
 	m := c.m
-	f := &frozen{id: newID("sn"), tag: c.req.Tag, tenant: callerOf(ctx).Tenant, image: c.req.Image, imageID: c.image.ID, createdAt: time.Now(), status: StatusWriting}
+	f := &frozen{id: newID("sn"), tag: c.req.Tag, tenant: callerOf(ctx).Tenant, image: c.req.Image, imageID: c.image.ID, createdAt: time.Now(), status: StatusWriting, network: c.req.Network}
 	c.frozen = f
 	if err := m.enlist(ctx, f, c.req.PoolSize, c.undo); err != nil {
 		return err

@@ -22,7 +22,7 @@ func (m *Manager) enlist(ctx context.Context, f *frozen, poolSize int, undo *cle
 		return nil
 	})
 	err := m.db.AddSnapshot(context.WithoutCancel(ctx), store.Snapshot{ID: f.id, Tag: f.tag, Status: store.SnapshotWriting, Image: f.image,
-		CreatedAt: f.createdAt, PoolSize: poolSize, Owner: f.owner, Tenant: f.tenant, Secrets: f.secrets})
+		CreatedAt: f.createdAt, PoolSize: poolSize, Owner: f.owner, Tenant: f.tenant, Secrets: f.secrets, Network: f.network})
 	if err != nil {
 		return err
 	}

@@ -36,6 +36,7 @@ const (
 	CodeGuestUnreachable     Code = "guest_unreachable"
 	CodeSandboxGone          Code = "sandbox_gone"
 	CodeEngineUnavailable    Code = "engine_unavailable"
+	CodeNetworkUnavailable   Code = "network_unavailable"
 	CodeHoldsSecrets         Code = "holds_secrets"      // a copy of its memory would have them
 	CodeForbidden            Code = "forbidden"          // somebody else's, who shares it for use only
 	CodeQuotaExceeded        Code = "quota_exceeded"     // more sandboxes than the caller may have

@@ -34,6 +34,11 @@ func (m *Manager) forkAll(ctx context.Context, f *frozen, req ForkRequest) (_ []
 	if req.Limits, err = m.limitsOf(f, req.Limits); err != nil {
 		return nil, err
 	}
+	network, err := m.network(callerOf(ctx), f, req.Network)
+	if err != nil {
+		return nil, err
+	}
+	req.Network = &network
 	who := callerOf(ctx)
 	if err := m.census.take(m.limits, who, req.N); err != nil {
 		return nil, err
@@ -236,7 +241,7 @@ func (m *Manager) fallBack(ctx context.Context, f *frozen, req ForkRequest, why 
 // sandbox is the record of a child.
 func (r ForkRequest) sandbox(id, path string) store.Sandbox {
 	return store.Sandbox{ID: id, Path: path, Env: r.Env, Metadata: r.Metadata, MemoryLimitMiB: r.Limits.MemoryMiB, Limits: r.Limits,
-		Name: r.Name, AutoSuspend: r.AutoSuspend, AutoResume: r.AutoResume}
+		Name: r.Name, AutoSuspend: r.AutoSuspend, AutoResume: r.AutoResume, Network: *r.Network}
 }
 
 var forkPoints = launchPoints{prepared: pointForkPrepared, loaded: pointForkLoaded, identified: pointForkIdentified}
@@ -260,7 +265,7 @@ func (m *Manager) startCold(ctx context.Context, f *frozen, req ForkRequest, g *
 	if err := m.hit(ctx, pointForkRecorded); err != nil {
 		return nil, err
 	}
-	who := individual{name: b.id, env: environ(f.manifest.Recipe.Env, req.Env), hooks: true}
+	who := individual{name: b.id, env: environ(f.manifest.Recipe.Env, req.Env), hooks: true, network: *req.Network}
 	c, err := m.launch(ctx, f, b.id, g, who, req.Limits, forkPoints)
 	if err != nil {
 		return nil, err
@@ -305,6 +310,11 @@ func (m *Manager) claim(ctx context.Context, f *frozen, req ForkRequest, mem *me
 	limited, cancel := context.WithTimeout(ctx, m.limits.LaunchTimeout)
 	defer cancel()
 	who := individual{name: b.id, env: environ(f.manifest.Recipe.Env, req.Env), hooks: true}
+	if mem.network != nil { // before hooks run
+		if err := mem.network.SetPolicy(limited, *req.Network); err != nil {
+			return nil, err
+		}
+	}
 	if err := m.awaken(limited, mem.child, who); err != nil {
 		return nil, mem.blame(err)
 	}

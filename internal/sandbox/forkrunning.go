@@ -8,7 +8,7 @@ import (
 
 // request is what every child of the instant is asked for.
 func (r ForkRunningRequest) request(tag string) ForkRequest {
-	return ForkRequest{Tag: tag, N: r.N, Env: r.Env, Metadata: r.Metadata, Timeout: r.Timeout, Limits: r.Limits, Path: PathCold}
+	return ForkRequest{Tag: tag, N: r.N, Env: r.Env, Metadata: r.Metadata, Timeout: r.Timeout, Limits: r.Limits, Path: PathCold, Network: r.Network}
 }
 
 // ForkRunning starts children of a running sandbox as it is at one instant, from memory: nothing waits for a disk. The sandbox stands still
@@ -32,7 +32,7 @@ func (m *Manager) ForkRunning(ctx context.Context, id string, req ForkRunningReq
 	if err != nil {
 		return ForkRunningResult{}, err
 	}
-	if err := cmp.Or(b.mayKeep(req.Secrets), m.canFork(b.frozen, req)); err != nil {
+	if err := cmp.Or(b.mayKeep(req.Secrets), m.canFork(ctx, b.frozen, req)); err != nil {
 		leave()
 		return ForkRunningResult{}, err
 	}
@@ -44,8 +44,11 @@ func (m *Manager) ForkRunning(ctx context.Context, id string, req ForkRunningReq
 }
 
 // canFork says why it would be in vain to stop the sandbox.
-func (m *Manager) canFork(f *frozen, req ForkRunningRequest) error {
+func (m *Manager) canFork(ctx context.Context, f *frozen, req ForkRunningRequest) error {
 	if _, err := m.limitsOf(f, req.Limits); err != nil {
+		return err
+	}
+	if _, err := m.network(callerOf(ctx), f, req.Network); err != nil {
 		return err
 	}
 	grants, err := m.admit(f, req.request(f.tag), 1)

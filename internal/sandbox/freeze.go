@@ -27,17 +27,17 @@ type freezing struct {
 
 // draft makes the snapshot that a sandbox becomes. It counts as used until unuse, and nobody knows it yet.
 func (m *Manager) draft(b *box, id, tag string) (*frozen, error) {
-	env := b.view().Env
+	source := b.view()
 	from := b.frozen
 	if from.manifest.Shape.MemMiB == 0 {
 		return nil, newError(CodeInvalidState, nil, "", "sandbox %s can't be frozen: its snapshot %s is gone, and with it what a restore must know", b.id, from.name())
 	}
-	f := &frozen{id: id, tag: tag, tenant: b.tenant, secrets: b.holdsSecrets(), image: from.image, imageID: from.imageID, createdAt: time.Now(), under: from, status: StatusWriting, live: newLiveSnapshot(), forks: 1}
+	f := &frozen{id: id, tag: tag, tenant: b.tenant, secrets: b.holdsSecrets(), image: from.image, imageID: from.imageID, createdAt: time.Now(), under: from, status: StatusWriting, live: newLiveSnapshot(), forks: 1, network: source.Network}
 	f.manifest = from.manifest
 	f.manifest.ID, f.manifest.CreatedAt, f.manifest.BranchedFrom = id, f.createdAt.UTC().Round(0), b.id
 	f.manifest.Memory, f.manifest.Device, f.manifest.Parent = snapshot.MemoryInfo{}, snapshot.Blob{}, ""
 	// A child has the environment that its source has: it is in the guest's memory anyway.
-	f.manifest.Recipe.Env = environ(from.manifest.Recipe.Env, env)
+	f.manifest.Recipe.Env = environ(from.manifest.Recipe.Env, source.Env)
 	if n := len(f.manifest.Recipe.Env); n > maxRecipeEnv {
 		return nil, newError(CodeInvalidState, nil, "", "sandbox %s can't be frozen: it has %d environment variables, a snapshot can keep %d", b.id, n, maxRecipeEnv)
 	}

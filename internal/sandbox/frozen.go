@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/forkd/forkd/internal/netpolicy"
 	"github.com/forkd/forkd/internal/snapshot"
 	"github.com/forkd/forkd/internal/store"
 	"github.com/forkd/forkd/internal/vmm"
@@ -24,6 +25,7 @@ type frozen struct {
 	createdAt time.Time
 	under     *frozen       // of a branch: what its source was started from
 	live      *liveSnapshot // of a branch that this daemon made; nil for others
+	network   netpolicy.Policy
 
 	// Guarded by Manager.mu.
 	public   bool // everybody may fork it

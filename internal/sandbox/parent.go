@@ -30,7 +30,12 @@ func (c *creation) bootParent(ctx context.Context, g *grant) error {
 	}
 	defer close()
 	c.undo.add(group.Remove)
-	cfg := vmm.BootConfig{Dir: dir, Shape: c.shape, Memory: c.ram, Cmdline: c.image.Cmdline(), Cgroup: at}
+	parent := newChild(c.frozen.id, dir, g)
+	parent.group = group
+	if err := c.connectParent(ctx, parent); err != nil {
+		return err
+	}
+	cfg := vmm.BootConfig{Dir: dir, Shape: c.shape, Memory: c.ram, Cmdline: c.cmdline(), Cgroup: at, NIC: parent.nic()}
 	for _, f := range []struct {
 		path string
 		into **os.File
@@ -46,8 +51,8 @@ func (c *creation) bootParent(ctx context.Context, g *grant) error {
 	if err != nil {
 		return err
 	}
-	c.parent = newChild(c.frozen.id, dir, g)
-	c.parent.group = group
+	parent.plugged()
+	c.parent = parent
 	c.parent.machine = machine
 	c.parent.agent, c.parent.tap = m.newAgent(machine, false)
 	if err := m.hit(ctx, pointSnapshotBooted); err != nil {

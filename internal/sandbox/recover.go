@@ -327,6 +327,7 @@ func (m *Manager) attach(ctx context.Context, rec store.Sandbox) (_ *child, err 
 		default:
 			m.warn(m.saveConsole(context.WithoutCancel(ctx), c), "save the console of a sandbox", rec.ID)
 			err = errors.Join(err, machine.Kill(), ignoreClosed(c.agent.Close()))
+			c.disconnect()
 			c.giveBack()
 		}
 	}()
@@ -334,6 +335,9 @@ func (m *Manager) attach(ctx context.Context, rec store.Sandbox) (_ *child, err 
 	case <-machine.Done():
 		return nil, fmt.Errorf("%w: %s", vmm.ErrGone, exitText(machine))
 	default:
+	}
+	if err := m.reconnect(c, rec.Network); err != nil { // before it can send anything
+		return nil, err
 	}
 	if err := machine.Resume(ctx); err != nil { // a daemon that was killed may have left it paused
 		return nil, err

@@ -82,7 +82,7 @@ func (m *Manager) restart(ctx context.Context, b *box, f *frozen) (err error) {
 		return err
 	}
 	// It was that individual before; hooks are for those that were not.
-	who := individual{name: b.id, env: f.manifest.Recipe.Env, same: true}
+	who := individual{name: b.id, env: f.manifest.Recipe.Env, same: true, network: b.view().Network}
 	c, err := m.launch(ctx, f, b.id, grants[0], who, b.limits(), resumePoints)
 	if err != nil {
 		return err

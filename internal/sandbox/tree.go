@@ -169,7 +169,7 @@ func (m *Manager) Hold(ctx context.Context, tag string) (id string, release func
 // stored is a snapshot that is on disk.
 func stored(rec store.Snapshot, man snapshot.Manifest) *frozen {
 	return &frozen{id: rec.ID, tag: rec.Tag, tenant: rec.Tenant, public: rec.Public, secrets: rec.Secrets, owner: rec.Owner, image: rec.Image, imageID: man.Image.ID, createdAt: rec.CreatedAt, bootWarm: rec.BootWarm,
-		status: StatusReady, manifest: man, stored: man, parent: man.Parent, measured: rec.Measured}
+		status: StatusReady, manifest: man, stored: man, parent: man.Parent, measured: rec.Measured, network: rec.Network}
 }
 
 // litterLocked returns the snapshots that would serve nothing any more when some were gone: those without a tag that nothing else rests on,

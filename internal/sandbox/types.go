@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/forkd/forkd/internal/limits"
+	"github.com/forkd/forkd/internal/netpolicy"
 )
 
 // State is where a sandbox is in its life.
@@ -45,8 +46,8 @@ type Sandbox struct {
 	EndedAt        time.Time // zero while it lives
 	Env, Metadata  map[string]string
 	PID            int           // of the monitor; 0 when there is none
-	GuestAddr      string        // "" without a network
-	Netns          string        // "" without a network
+	GuestAddr      string        // in its own network; "" without one
+	Netns          string        // the file of its network namespace; "" without a network, and while it is suspended
 	MemoryLimitMiB int           // as asked for; 0: not
 	Limits         limits.Limits // that are kept: asked for, the snapshot's, or the daemon's
 	Confinement    string        // of the monitor: "full", "user" or "none"; "" when there is none
@@ -60,6 +61,7 @@ type Sandbox struct {
 	SuspendedAt    time.Time     // zero unless it is suspended
 	Tenant         string        // whose it is
 	Secrets        []string      // names of the secrets it was given
+	Network        netpolicy.Policy
 }
 
 // Snapshot is an immutable frozen machine and its name.
@@ -87,6 +89,8 @@ type Snapshot struct {
 	Pool                PoolStatus
 	BootWarm            time.Duration // boot, readiness and warm-up of the parent
 	Recipe              Recipe
+	HasNetwork          bool // its machines have a network device
+	Network             netpolicy.Policy
 	Tenant              string // whose it is
 	Public              bool   // everybody may fork it
 	Secrets             bool   // secrets that a sandbox was given are in its memory
@@ -143,6 +147,7 @@ type SnapshotRequest struct {
 	Env      map[string]string // of the parent's commands, inherited by every child
 	Limits   limits.Limits     // of children that are asked for without
 	PoolSize int
+	Network  netpolicy.Policy // of the parent, and of every child that asks for no other
 }
 
 // Progress is a step of long work, for people.
@@ -187,6 +192,7 @@ type ForkRequest struct {
 	Name        string        // of a sandbox to be found by it; only with N 1
 	AutoSuspend time.Duration // see Sandbox
 	AutoResume  bool
+	Network     *netpolicy.Policy // nil: the snapshot's
 	Secrets     map[string]string // files below /run/forkd/secrets of the guest; kept nowhere else
 }
 

@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/forkd/forkd/internal/limits"
+	"github.com/forkd/forkd/internal/netpolicy"
 )
 
 // BranchMode says how a running sandbox is frozen.
@@ -36,7 +37,8 @@ type ForkRunningRequest struct {
 	Env, Metadata map[string]string // Env on top of the source's
 	Timeout       time.Duration     // deadline from now; 0: none
 	Limits        limits.Limits
-	Secrets       bool // copy them too, when the sandbox holds any: else it is refused
+	Network       *netpolicy.Policy // nil: the source's
+	Secrets       bool              // copy them too, when the sandbox holds any: else it is refused
 }
 
 // ForkRunningResult is what became of a ForkRunningRequest.

@@ -1,10 +1,12 @@
 package server
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"errors"
 	"io"
+	"net"
 	"net/http"
 	"strings"
 	"testing"
@@ -100,6 +102,11 @@ func TestContract(t *testing.T) {
 		{"GET", "/v1/sandboxes/sb1/logs", ""},
 		{"POST", "/v1/sandboxes/sb1/timeout", `{"timeout_secs": 60}`},
 		{"GET", "/v1/sandboxes/sb1/stats", ""},
+		{"GET", "/v1/sandboxes/sb1/network", ""},
+		{"PUT", "/v1/sandboxes/sb1/network", `{"mode": "allow", "allow": ["*.example.org:443", "10.0.0.0/8"], "bandwidth_mbit": 10}`},
+		{"POST", "/v1/sandboxes", `{"snapshot_tag": "py", "network": {"mode": "open"}}`},
+		{"GET", "/v1/sandboxes/sb1/tunnel/80", ""},
+		{"GET", "/v1/sandboxes/sb1/ports/80/x", ""},
 		{"GET", "/v1/tree", ""},
 		{"POST", "/v1/images/prune", ""},
 		{"POST", "/v1/snapshots/py/diff", `{"tag": "b", "steps": [{"kind": "exec", "code": "true"}], "timeout_secs": 9, "env": {"A": "1"}}`},
@@ -124,6 +131,12 @@ func TestContract(t *testing.T) {
 		{"GET", "/v1/events", ""},
 	}
 	f.server.Events.Close() // the stream ends at once
+	f.guest = func(c net.Conn) {
+		defer c.Close()
+		if req, err := http.ReadRequest(bufio.NewReader(c)); err == nil {
+			_ = (&http.Response{StatusCode: 200, ProtoMajor: 1, ProtoMinor: 1, Request: req, Body: http.NoBody}).Write(c)
+		}
+	}
 	tried := map[string]bool{}
 	for _, x := range exchanges {
 		got, err := f.exchange(t, c, x.method, x.path, x.body)
@@ -145,7 +158,7 @@ func TestContract(t *testing.T) {
 			}
 		}
 	}
-	if n := len(tried); n != len(f.server.routes()) {
+	if n := len(tried); n != len(f.server.routes())+1 { // the proxy is none of the mux
 		t.Errorf("the document has %d operations, the server %d routes", n, len(f.server.routes()))
 	}
 }
@@ -177,7 +190,14 @@ func (f *fixture) exchange(t *testing.T, c *contract, method, path, body string)
 	if strings.Contains(path, "/unpack") {
 		kind = octets
 	}
-	got := f.do(t, method, path, body, "Content-Type", kind)
+	headers := []string{"Content-Type", kind}
+	if strings.Contains(path, "/tunnel/") {
+		guest := f.guest
+		f.guest = nil
+		defer func() { f.guest = guest }()
+		headers = append(headers, "Connection", "Upgrade", "Upgrade", tunnelProtocol)
+	}
+	got := f.do(t, method, path, body, headers...)
 	req, err := http.NewRequestWithContext(t.Context(), method, path, bytes.NewReader([]byte(body)))
 	if err != nil {
 		t.Fatal(err)

@@ -27,7 +27,7 @@ func snapshotInfo(s sandbox.Snapshot) api.SnapshotInfo {
 		Status: api.SnapshotInfoStatus(s.Status), Bootable: s.Bootable, Image: s.Image, MemMiB: s.MemMiB, VCPUs: s.VCPUs,
 		Engine: s.Engine, EngineVersion: s.EngineVersion, Accel: s.Accel, Python: s.Python,
 		MemoryLogicalBytes: s.LogicalBytes, MemoryPhysicalBytes: s.PhysicalBytes, VmstateBytes: s.DeviceBytes,
-		Resident: s.Resident, BootWarmMS: millis(s.BootWarm), ParentTag: s.ParentTag, Pool: poolStatus(s.Pool),
+		Resident: s.Resident, BootWarmMS: millis(s.BootWarm), ParentTag: s.ParentTag, Pool: poolStatus(s.Pool), HasNetwork: s.HasNetwork, Network: networkOf(s.Network),
 		PauseMS: millis(s.Pause), DiffMS: millis(s.DiffTime), DiffPhysicalBytes: s.DiffPhysicalBytes, DiffLogicalBytes: s.DiffLogicalBytes,
 		Public: s.Public, Tenant: s.Tenant, Secrets: s.Secrets,
 	}
@@ -63,7 +63,7 @@ func recipe(r sandbox.Recipe) api.Recipe {
 func sandboxInfo(s sandbox.Sandbox) api.SandboxInfo {
 	return api.SandboxInfo{
 		ID: s.ID, SnapshotTag: s.SnapshotTag, SnapshotID: s.SnapshotID, State: api.SandboxInfoState(s.State), Reason: s.Reason,
-		Netns: orNull(s.Netns), GuestAddr: orNull(s.GuestAddr),
+		Netns: orNull(s.Netns), GuestAddr: orNull(s.GuestAddr), Network: networkOf(s.Network),
 		CreatedAtUnix: s.CreatedAt.Unix(), DeadlineUnix: unixOrNull(s.Deadline), EndedAtUnix: unixOrNull(s.EndedAt),
 		PID: s.PID, MemoryLimitMiB: orNull(s.MemoryLimitMiB), Limits: limitsInfo(s.Limits), Confinement: api.SandboxInfoConfinement(s.Confinement), HasBranched: s.BranchCount > 0, BranchCount: s.BranchCount,
 		Path: s.Path, Env: s.Env, Metadata: metadata(s.Metadata), ReadyMS: millis(s.ReadyIn),

@@ -62,7 +62,8 @@ func statusOf(code sandbox.Code) int {
 		return http.StatusTooManyRequests
 	case sandbox.CodeGuestUnreachable:
 		return http.StatusBadGateway
-	case sandbox.CodeInsufficientMemory, sandbox.CodeQueueFull, sandbox.CodeBranchCap, sandbox.CodeShuttingDown, sandbox.CodeEngineUnavailable, sandbox.CodeLimitsUnavailable:
+	case sandbox.CodeInsufficientMemory, sandbox.CodeQueueFull, sandbox.CodeBranchCap, sandbox.CodeShuttingDown, sandbox.CodeEngineUnavailable, sandbox.CodeLimitsUnavailable,
+		sandbox.CodeNetworkUnavailable:
 		return http.StatusServiceUnavailable
 	case sandbox.CodeTimeout:
 		return http.StatusGatewayTimeout

@@ -103,6 +103,9 @@ func (s *Server) forkRunning(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	req, err := forkRunningRequest(body)
+	if err == nil {
+		err = trust(r, req.Network)
+	}
 	if err != nil {
 		return err
 	}
@@ -150,7 +153,11 @@ func forkRunningRequest(b api.ForkRunningRequest) (sandbox.ForkRunningRequest, e
 	if err != nil {
 		return none, err
 	}
-	return sandbox.ForkRunningRequest{N: n, Tag: b.Tag, Env: b.Env, Metadata: b.Metadata, Timeout: timeout, Limits: bounds, Secrets: b.IncludeSecrets}, checkEnv(b.Env)
+	network, err := networkPolicy(b.Network)
+	if err != nil {
+		return none, err
+	}
+	return sandbox.ForkRunningRequest{Network: network, N: n, Tag: b.Tag, Env: b.Env, Metadata: b.Metadata, Timeout: timeout, Limits: bounds, Secrets: b.IncludeSecrets}, checkEnv(b.Env)
 }
 
 func (s *Server) suspend(w http.ResponseWriter, r *http.Request) error {

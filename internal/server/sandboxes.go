@@ -82,6 +82,9 @@ func (s *Server) fork(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	req, err := forkRequest(body)
+	if err == nil {
+		err = trust(r, req.Network)
+	}
 	if err != nil {
 		return err
 	}
@@ -141,8 +144,12 @@ func forkRequest(b api.ForkRequest) (sandbox.ForkRequest, error) {
 			return none, invalid("leave the name out, or ask for one sandbox", "%d sandboxes can't all be named %q", n, b.Name)
 		}
 	}
+	network, err := networkPolicy(b.Network)
+	if err != nil {
+		return none, err
+	}
 	path, err := forkPath(b.Path)
-	return sandbox.ForkRequest{Tag: b.SnapshotTag, N: n, Env: b.Env, Metadata: b.Metadata, Timeout: timeout,
+	return sandbox.ForkRequest{Network: network, Tag: b.SnapshotTag, N: n, Env: b.Env, Metadata: b.Metadata, Timeout: timeout,
 		Limits: bounds, Path: path, Name: b.Name, AutoSuspend: idle, AutoResume: b.AutoResume, Secrets: b.Secrets}, err
 }
 

@@ -124,6 +124,9 @@ func (s *Server) routes() []route {
 		{"GET", "/v1/sandboxes/{id}/logs", accessRead, s.logs, false},
 		{"POST", "/v1/sandboxes/{id}/timeout", accessRun, s.extend, false},
 		{"GET", "/v1/sandboxes/{id}/stats", accessRead, s.sandboxStats, false},
+		{"GET", "/v1/sandboxes/{id}/network", accessRead, s.networkStatus, false},
+		{"PUT", "/v1/sandboxes/{id}/network", accessRun, s.setNetwork, false},
+		{"GET", "/v1/sandboxes/{id}/tunnel/{port}", accessRun, s.tunnel, false},
 		{"POST", "/v1/sandboxes/{id}/branch", accessRun, s.branch, true},
 		{"POST", "/v1/sandboxes/{id}/fork", accessRun, s.forkRunning, true},
 		{"POST", "/v1/sandboxes/{id}/suspend", accessRun, s.suspend, false},
@@ -155,7 +158,7 @@ func (s *Server) Handler(unixSocket bool) http.Handler {
 	}
 	mux.Handle("/", s.answer(route{path: "other", access: accessOpen, handle: notFound}))
 
-	return s.observe(s.guard(canonical(mux), unixSocket))
+	return s.observe(s.guard(s.withPorts(canonical(mux)), unixSocket))
 }
 
 // verb reports whether a path is one that a name could have as well: what has such a name must stay within reach of the other methods.

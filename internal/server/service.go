@@ -3,9 +3,11 @@ package server
 import (
 	"context"
 	"io"
+	"net"
 	"time"
 
 	"github.com/forkd/forkd/internal/image"
+	"github.com/forkd/forkd/internal/netpolicy"
 	"github.com/forkd/forkd/internal/sandbox"
 	"github.com/forkd/forkd/internal/transfer"
 )
@@ -17,6 +19,7 @@ type Service interface {
 	Sandboxes
 	Guests
 	Graph
+	Networks
 	Stats() sandbox.Stats
 }
 
@@ -53,6 +56,13 @@ type Guests interface {
 	Eval(ctx context.Context, id string, req sandbox.EvalRequest) (sandbox.EvalResult, error)
 	Logs(ctx context.Context, id string) ([]byte, error)
 	Usage(ctx context.Context, id string) (sandbox.Usage, error)
+}
+
+// Networks says what sandboxes may reach, and reaches them.
+type Networks interface {
+	SetNetwork(ctx context.Context, id string, p netpolicy.Policy) (sandbox.Sandbox, error)
+	NetworkStatus(ctx context.Context, id string) (netpolicy.Status, error)
+	DialGuest(ctx context.Context, id string, port int) (net.Conn, error)
 }
 
 // Graph makes snapshots of what runs, and of other snapshots.

@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"github.com/forkd/forkd/api"
+	"github.com/forkd/forkd/internal/netpolicy"
 	"github.com/forkd/forkd/internal/sandbox"
 )
 
@@ -66,8 +67,18 @@ func (s *Server) snapshotRequest(r *http.Request, b api.SnapshotRequest) (sandbo
 	if err != nil {
 		return none, err
 	}
+	network, err := networkPolicy(b.Network)
+	if err == nil {
+		err = trust(r, network)
+	}
+	if err != nil {
+		return none, err
+	}
+	if network == nil {
+		network = &netpolicy.Policy{}
+	}
 	steps, err := warmUps("warm_up", b.WarmUp)
-	return sandbox.SnapshotRequest{Tag: b.Tag, Image: img, MemMiB: b.MemMiB, VCPUs: b.VCPUs, Probe: b.Probe, Timeout: timeout,
+	return sandbox.SnapshotRequest{Network: *network, Tag: b.Tag, Image: img, MemMiB: b.MemMiB, VCPUs: b.VCPUs, Probe: b.Probe, Timeout: timeout,
 		Env: b.Env, PoolSize: b.PoolSize, Limits: bounds, WarmUp: steps}, err
 }
 

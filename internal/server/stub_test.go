@@ -7,8 +7,10 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/netip"
 	"strings"
 	"sync"
 	"testing"
@@ -17,6 +19,7 @@ import (
 	"github.com/forkd/forkd/api"
 	"github.com/forkd/forkd/internal/image"
 	"github.com/forkd/forkd/internal/memory"
+	"github.com/forkd/forkd/internal/netpolicy"
 	"github.com/forkd/forkd/internal/procstat"
 	"github.com/forkd/forkd/internal/sandbox"
 	"github.com/forkd/forkd/internal/transfer"
@@ -48,6 +51,9 @@ type stub struct {
 	diffs                                  []sandbox.DiffRequest
 	compacted, moved, signatures, unpacked []string
 	unpacks                                []transfer.UnpackRequest
+	policies                               []netpolicy.Policy
+	guest                                  func(net.Conn) // serves guests' ports; nil: nobody
+	dialled                                []string
 }
 
 var stubTime = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
@@ -170,6 +176,31 @@ func (s *stub) Logs(context.Context, string) ([]byte, error) { return []byte("co
 func (s *stub) Usage(context.Context, string) (sandbox.Usage, error) {
 	return sandbox.Usage{Usage: memory.Usage{GuestAnonKiB: 400, GuestPSSKiB: 500, PSSKiB: 18000, RSSKiB: 49000},
 		Process: procstat.Usage{CPU: time.Second, Net: &procstat.Net{SentBytes: 7}}}, s.fail
+}
+func (s *stub) SetNetwork(_ context.Context, _ string, p netpolicy.Policy) (sandbox.Sandbox, error) {
+	s.policies = append(s.policies, p)
+	return stubSandbox(0), s.fail
+}
+func (s *stub) NetworkStatus(context.Context, string) (netpolicy.Status, error) {
+	return netpolicy.Status{Policy: netpolicy.Policy{Mode: netpolicy.Allow, Rules: []string{"a.org"}}, DeniedPackets: 3,
+		Denied:      []netpolicy.Denied{{Addr: netip.MustParseAddr("10.0.0.1"), Proto: "tcp", Port: 80, Packets: 3}},
+		DeniedNames: []netpolicy.DeniedName{{Name: "b.org", Count: 1, Last: stubTime}}}, s.fail
+}
+
+// DialGuest connects to whatever serves guests' ports.
+func (s *stub) DialGuest(_ context.Context, id string, port int) (net.Conn, error) {
+	if s.fail != nil {
+		return nil, s.fail
+	}
+	near, far := net.Pipe()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.dialled = append(s.dialled, fmt.Sprintf("%s:%d", id, port))
+	if s.guest == nil {
+		return near, far.Close()
+	}
+	go s.guest(far)
+	return near, nil
 }
 func (s *stub) Stats() sandbox.Stats {
 	return sandbox.Stats{Running: 3, PoolReady: 2, ResidentBytes: 99, ForksClaim: 7}

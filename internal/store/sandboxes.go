@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/forkd/forkd/internal/limits"
+	"github.com/forkd/forkd/internal/netpolicy"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -40,18 +41,19 @@ type Sandbox struct {
 	Tenant         string        // whose it is
 	KeyID          string        // of the key it was started with; "" for none
 	Secrets        []string      // names of the secrets it was given
+	Network        netpolicy.Policy
 }
 
 const (
 	insertSandbox = `INSERT INTO sandboxes (id, snapshot_id, snapshot_tag, state, created_ns, deadline_ns, ended_ns, ready_ns,
  memory_limit_mib, branch_count, path, guest_addr, netns, reason, env, metadata, process,
- name, anchor_id, auto_suspend_ns, auto_resume, tenant, key_id, secrets, limits)
- VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`
+ name, anchor_id, auto_suspend_ns, auto_resume, tenant, key_id, secrets, limits, network)
+ VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`
 	markRunning = `UPDATE sandboxes SET state = 'running', process = ?, ready_ns = ?, deadline_ns = ?, suspended_ns = 0, left_ns = 0
  WHERE id = ?`
 	selectSandbox = `SELECT id, snapshot_id, snapshot_tag, state, created_ns, deadline_ns, ended_ns, ready_ns,
  memory_limit_mib, branch_count, path, guest_addr, netns, reason, env, metadata, process,
- name, anchor_id, state_id, auto_suspend_ns, auto_resume, suspended_ns, left_ns, tenant, key_id, secrets, limits FROM sandboxes`
+ name, anchor_id, state_id, auto_suspend_ns, auto_resume, suspended_ns, left_ns, tenant, key_id, secrets, limits, network FROM sandboxes`
 )
 
 // AddSandbox records a sandbox before it is started. It wraps ErrExists when its name is taken.
@@ -78,12 +80,16 @@ func (db *DB) AddSandbox(ctx context.Context, s Sandbox) error {
 			return fmt.Errorf("record sandbox %s: secrets: %w", s.ID, err)
 		}
 	}
+	network, err := encodePolicy(s.Network)
+	if err != nil {
+		return fmt.Errorf("record sandbox %s: network: %w", s.ID, err)
+	}
 	db.mu.Lock()
 	defer db.mu.Unlock()
 	_, err = db.insert.ExecContext(ctx, s.ID, s.SnapshotID, s.SnapshotTag, s.State, nanos(s.CreatedAt), nanos(s.Deadline), nanos(s.EndedAt),
 		s.ReadyIn.Nanoseconds(), s.MemoryLimitMiB, s.BranchCount, s.Path, s.GuestAddr, s.Netns, s.Reason, env, meta, string(proc),
 		s.Name, s.AnchorID, s.AutoSuspend.Nanoseconds(), s.AutoResume,
-		s.Tenant, s.KeyID, string(secrets), string(bounds))
+		s.Tenant, s.KeyID, string(secrets), string(bounds), network)
 	if err != nil {
 		return fmt.Errorf("record sandbox %s: %w", s.ID, classify(err))
 	}
@@ -192,13 +198,16 @@ func (db *DB) sandboxes(ctx context.Context, query string, args ...any) ([]Sandb
 func scanSandbox(rows *sql.Rows) (Sandbox, error) {
 	var s Sandbox
 	var created, deadline, ended, ready, suspend, suspended, left int64
-	var env, meta, proc, secrets, bounds string
+	var env, meta, proc, secrets, bounds, network string
 	err := rows.Scan(&s.ID, &s.SnapshotID, &s.SnapshotTag, &s.State, &created, &deadline, &ended, &ready,
 		&s.MemoryLimitMiB, &s.BranchCount, &s.Path, &s.GuestAddr, &s.Netns, &s.Reason, &env, &meta, &proc,
 		&s.Name, &s.AnchorID, &s.StateID, &suspend, &s.AutoResume, &suspended, &left,
-		&s.Tenant, &s.KeyID, &secrets, &bounds)
+		&s.Tenant, &s.KeyID, &secrets, &bounds, &network)
 	if err != nil {
 		return s, err
+	}
+	if s.Network, err = decodePolicy(network); err != nil {
+		return s, fmt.Errorf("sandbox %s: network: %w", s.ID, err)
 	}
 	s.CreatedAt, s.Deadline, s.EndedAt, s.ReadyIn = fromNanos(created), fromNanos(deadline), fromNanos(ended), time.Duration(ready)
 	s.AutoSuspend, s.SuspendedAt, s.Left = time.Duration(suspend), fromNanos(suspended), time.Duration(left)

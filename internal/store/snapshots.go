@@ -5,6 +5,8 @@ import (
 	"database/sql"
 	"fmt"
 	"time"
+
+	"github.com/forkd/forkd/internal/netpolicy"
 )
 
 // SnapshotStatus is where the record of a snapshot is in its life.
@@ -30,6 +32,7 @@ type Snapshot struct {
 	BootWarm  time.Duration // boot, readiness and warm-up of the parent
 	PoolSize  int
 	Owner     string // the sandbox whose suspended state it is, or ""
+	Network   netpolicy.Policy
 	Measured
 }
 
@@ -66,10 +69,14 @@ func (s Snapshot) name() string {
 }
 
 func addSnapshot(ctx context.Context, tx *sql.Tx, s Snapshot) error {
-	_, err := tx.ExecContext(ctx,
-		`INSERT INTO snapshots (id, status, image, created_ns, boot_warm_ns, pool_size, owner, tenant, public, secrets)
- VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`,
-		s.ID, s.Status, s.Image, nanos(s.CreatedAt), s.BootWarm.Nanoseconds(), s.PoolSize, s.Owner, s.Tenant, s.Public, s.Secrets)
+	network, err := encodePolicy(s.Network)
+	if err != nil {
+		return err
+	}
+	_, err = tx.ExecContext(ctx,
+		`INSERT INTO snapshots (id, status, image, created_ns, boot_warm_ns, pool_size, owner, tenant, public, secrets, network)
+ VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`,
+		s.ID, s.Status, s.Image, nanos(s.CreatedAt), s.BootWarm.Nanoseconds(), s.PoolSize, s.Owner, s.Tenant, s.Public, s.Secrets, network)
 	if err != nil || s.Tag == "" {
 		return err
 	}
@@ -131,7 +138,7 @@ func (db *DB) SetPoolSize(ctx context.Context, id string, size int) error {
 func (db *DB) Snapshots(ctx context.Context) ([]Snapshot, error) {
 	rows, err := db.reader.QueryContext(ctx,
 		`SELECT s.id, coalesce(t.tag, ''), s.status, s.image, s.created_ns, s.boot_warm_ns, s.pool_size,
-		  s.owner, s.warning, s.pause_ns, s.diff_ns, s.diff_physical, s.diff_logical, s.tenant, s.public, s.secrets
+		  s.owner, s.warning, s.pause_ns, s.diff_ns, s.diff_physical, s.diff_logical, s.tenant, s.public, s.secrets, s.network
 		 FROM snapshots s LEFT JOIN tags t ON t.snapshot_id = s.id ORDER BY t.tag, s.id`)
 	if err != nil {
 		return nil, fmt.Errorf("list snapshots: %w", classify(err))
@@ -141,10 +148,14 @@ func (db *DB) Snapshots(ctx context.Context) ([]Snapshot, error) {
 	for rows.Next() {
 		var s Snapshot
 		var created, bootWarm, pause, diff int64
+		var network string
 		if err := rows.Scan(&s.ID, &s.Tag, &s.Status, &s.Image, &created, &bootWarm, &s.PoolSize,
 			&s.Owner, &s.Warning, &pause, &diff, &s.DiffPhysical, &s.DiffLogical,
-			&s.Tenant, &s.Public, &s.Secrets); err != nil {
+			&s.Tenant, &s.Public, &s.Secrets, &network); err != nil {
 			return nil, fmt.Errorf("list snapshots: %w", err)
+		}
+		if s.Network, err = decodePolicy(network); err != nil {
+			return nil, fmt.Errorf("snapshot %s: network: %w", s.ID, err)
 		}
 		s.CreatedAt, s.BootWarm = fromNanos(created), time.Duration(bootWarm)
 		s.Pause, s.Diff = time.Duration(pause), time.Duration(diff)

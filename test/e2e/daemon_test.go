@@ -58,6 +58,7 @@ type setup struct {
 	args, env []string
 	empty     bool                    // no images and no snapshot
 	prepare   func(data string) error // before the first start
+	netns     string                  // file of the network namespace to run in; "": ours
 }
 
 // ownDaemon starts a daemon for this test alone.
@@ -87,6 +88,7 @@ func ownDaemon(t *testing.T, s setup) *daemon {
 			t.Fatalf("prepare the daemon's data: %v", err)
 		}
 	}
+	p.netns = s.netns
 	d.start(s)
 	return d
 }

@@ -32,6 +32,8 @@ type process struct {
 	logPath   string
 	suspended sync.Map // ids of sandboxes that were suspended once: they may have a state on disk
 
+	netns string // file of the network namespace that it runs in; "": ours
+
 	client *client.Client
 	cmd    *exec.Cmd
 	exited chan struct{} // closed when the process has ended
@@ -60,6 +62,9 @@ func (p *process) start(args, env []string) error {
 	}
 	defer log.Close()
 	cmd := exec.Command(p.lab.bin, append(append([]string{"serve"}, p.where()...), append([]string{"--listen", "", "--accel", accel()}, args...)...)...)
+	if p.netns != "" {
+		cmd = exec.Command("nsenter", append([]string{"--net=" + p.netns, "--"}, cmd.Args...)...)
+	}
 	cmd.Dir = dir
 	cmd.Env = append(append(os.Environ(), "NOTIFY_SOCKET="+notify, "FORKD_URL="), env...)
 	cmd.Stdout, cmd.Stderr = log, log

@@ -1,0 +1,96 @@
+package hostnet
+
+import (
+	"errors"
+	"net"
+	"net/netip"
+	"time"
+
+	"github.com/google/nftables"
+	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/internal/netpolicy"
+)
+
+// How long an address may be reached that a name led to: as long as its answer holds, and a little for who has just got it.
+const (
+	maxTTL     = time.Hour
+	learnGrace = 5 * time.Second
+	maxLearned = 4096 // addresses of one domain
+)
+
+// mayAsk says whether the guest may know a name.
+func (s *Slot) mayAsk(name string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.applied == nil || s.released {
+		return false
+	}
+	switch s.applied.policy.Mode {
+	case netpolicy.Open:
+		return true
+	case netpolicy.Allow:
+		for _, d := range s.applied.domains {
+			if (netpolicy.Rule{Domain: d}).MatchName(name) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// learn lets the guest reach addresses that a name led to, by the rules that have the name. What is protected stays so: those rules come first,
+// and it is not even noted here.
+func (s *Slot) learn(name string, addrs []netip.Addr, ttl time.Duration) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.released || s.applied == nil {
+		return net.ErrClosed
+	}
+	until := time.Now().Add(ttl + learnGrace)
+	for _, d := range s.applied.domains {
+		if !(netpolicy.Rule{Domain: d}).MatchName(name) {
+			continue
+		}
+		if s.learned[d] == nil {
+			s.learned[d] = map[netip.Addr]time.Time{}
+		}
+		for _, a := range addrs {
+			if netpolicy.IsProtected(a) || !s.learned[d][a].Before(until) {
+				continue
+			}
+			if err := s.learnOne(s.applied.domainSet(d), a, s.learned[d][a], until); err != nil {
+				return err
+			}
+			s.learned[d][a] = until
+		}
+		s.forgetOld(d)
+	}
+	return nil
+}
+
+// learnOne puts an address into a set, or makes it stay longer there. An element's time can't be changed everywhere: it is replaced, in one step.
+func (s *Slot) learnOne(set *nftables.Set, addr netip.Addr, was, until time.Time) error {
+	element := []nftables.SetElement{{Key: addr.AsSlice(), Timeout: time.Until(until).Round(time.Millisecond)}}
+	if time.Until(was) > 0 {
+		err := errors.Join(s.conn.SetDeleteElements(set, element), s.conn.SetAddElements(set, element), s.conn.Flush())
+		if err == nil || !errors.Is(err, unix.ENOENT) {
+			return err
+		}
+	}
+	return errors.Join(s.conn.SetAddElements(set, element), s.conn.Flush())
+}
+
+// forgetOld bounds what is remembered of a domain. The kernel forgets by itself.
+func (s *Slot) forgetOld(domain string) {
+	known := s.learned[domain]
+	if len(known) < maxLearned/2 {
+		return
+	}
+	now := time.Now()
+	for a, until := range known {
+		if until.Before(now) {
+			delete(known, a)
+		}
+	}
+}

@@ -1,0 +1,161 @@
+package hostnet
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/google/nftables"
+	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/internal/netpolicy"
+)
+
+// applied is the policy that a slot's kernel holds.
+type applied struct {
+	policy  netpolicy.Policy
+	rules   []netpolicy.Rule
+	mark    uint32         // of connections that passed it: those of an earlier policy are looked at again
+	domains []string       // that have a set, in order
+	set     map[string]int // their places
+}
+
+// newApplied numbers the domains: rules with the same domain share a set.
+func newApplied(p netpolicy.Policy, mark uint32) (*applied, error) {
+	rules, err := p.Parse()
+	if err != nil {
+		return nil, err
+	}
+	a := &applied{policy: p, rules: rules, mark: mark, set: map[string]int{}}
+	for _, r := range rules {
+		if _, known := a.set[r.Domain]; r.Domain != "" && !known {
+			a.set[r.Domain] = len(a.domains)
+			a.domains = append(a.domains, r.Domain)
+		}
+	}
+	return a, nil
+}
+
+// domainSet is the set of addresses that a domain has led to.
+func (a *applied) domainSet(domain string) *nftables.Set {
+	return &nftables.Set{Table: table(), Name: fmt.Sprintf("%s%d-%d", domainSets, a.mark, a.set[domain]), HasTimeout: true, KeyType: nftables.TypeIPAddr, Size: maxLearned}
+}
+
+// domainSets is how names of those sets begin.
+const domainSets = "names-"
+
+func isDomainSet(name string) bool { return strings.HasPrefix(name, domainSets) }
+
+// seal is the name of an empty chain that says which policy a table holds, for a daemon that finds it.
+func (a *applied) seal() string {
+	return sealPrefix + strconv.FormatUint(uint64(a.mark), 10) + "-" + digest(a.policy)
+}
+
+const sealPrefix = "holds-"
+
+func digest(p netpolicy.Policy) string {
+	b, _ := json.Marshal(p) // strings and numbers: it can't fail
+	sum := sha256.Sum256(b)
+	return hex.EncodeToString(sum[:16])
+}
+
+// readSeal takes a seal's name apart.
+func readSeal(chain string) (mark uint32, policy string, ok bool) {
+	rest, ok := strings.CutPrefix(chain, sealPrefix)
+	number, policy, ok2 := strings.Cut(rest, "-")
+	n, err := strconv.ParseUint(number, 10, 32)
+	return uint32(n), policy, ok && ok2 && err == nil
+}
+
+// replace makes a policy the one that a table holds, in one step. known are addresses that its domains lead to already.
+func (a *applied) replace(conn *nftables.Conn, old *applied, host []netip.Addr, known map[string]map[netip.Addr]time.Time) error {
+	r := &ruleset{conn: conn}
+	t := table()
+	for _, name := range []string{chainPolicy, chainCheck, chainPass, chainNames} {
+		conn.FlushChain(&nftables.Chain{Name: name, Table: t})
+	}
+	for _, d := range a.domains {
+		r.note(conn.AddSet(a.domainSet(d), learnedElements(known[d])))
+	}
+	a.addRules(r, t, host)
+	conn.AddChain(&nftables.Chain{Name: a.seal(), Table: t})
+	if old != nil {
+		conn.DelChain(&nftables.Chain{Name: old.seal(), Table: t})
+		for _, d := range old.domains {
+			conn.DelSet(old.domainSet(d))
+		}
+	}
+	return r.flush()
+}
+
+// addRules fills the chains that a policy is made of. Their order is what netpolicy says of what is protected.
+func (a *applied) addRules(r *ruleset, t *nftables.Table, host []netip.Addr) {
+	if a.policy.IsNone() {
+		return
+	}
+	r.rule(t, chainNames, accept())
+	r.rule(t, chainPolicy, ctMark(a.mark), established(), accept())
+	r.rule(t, chainPolicy, notIif(tapName), leave())
+	for _, kind := range []exprs{l4proto(unix.IPPROTO_TCP), l4proto(unix.IPPROTO_UDP), echoRequest()} {
+		r.rule(t, chainPolicy, kind, jump(chainCheck))
+	}
+	r.rule(t, chainPass, setCtMark(a.mark), accept())
+
+	pass := func(to exprs, ru netpolicy.Rule) {
+		for _, p := range ports(ru) {
+			r.rule(t, chainCheck, to, p, goTo(chainPass))
+		}
+	}
+	for _, ru := range a.named() {
+		if namesHost(ru, host) {
+			pass(daddr(ru.Prefix), ru)
+		}
+	}
+	r.rule(t, chainCheck, daddrIn(hostElements()), goTo(chainDeny))
+	for _, ru := range a.named() {
+		if ru.Prefix.IsValid() && netpolicy.NamesProtected(ru.Prefix) {
+			pass(daddr(ru.Prefix), ru)
+		}
+	}
+	r.rule(t, chainCheck, daddrIn(&nftables.Set{Name: protectedSet}), goTo(chainDeny))
+	for _, ru := range a.rules {
+		switch {
+		case ru.Domain != "":
+			pass(daddrIn(a.domainSet(ru.Domain)), ru)
+		case !netpolicy.NamesProtected(ru.Prefix):
+			pass(daddr(ru.Prefix), ru)
+		}
+	}
+	if a.policy.Mode == netpolicy.Open {
+		r.rule(t, chainCheck, goTo(chainPass))
+	}
+}
+
+// named are the rules that may open what is protected.
+func (a *applied) named() []netpolicy.Rule {
+	if a.policy.Privileged {
+		return a.rules
+	}
+	return nil
+}
+
+// namesHost says whether a rule is about one of those addresses alone.
+func namesHost(r netpolicy.Rule, host []netip.Addr) bool {
+	return r.Prefix.IsValid() && r.Prefix.Bits() == 32 && slices.Contains(host, r.Prefix.Addr())
+}
+
+func learnedElements(known map[netip.Addr]time.Time) []nftables.SetElement {
+	var all []nftables.SetElement
+	for addr, until := range known {
+		if left := time.Until(until); left > 0 {
+			all = append(all, nftables.SetElement{Key: addr.AsSlice(), Timeout: left})
+		}
+	}
+	return all
+}

@@ -1,0 +1,200 @@
+package hostnet
+
+import (
+	"net/netip"
+	"time"
+
+	"github.com/google/nftables"
+	"github.com/google/nftables/binaryutil"
+	"github.com/google/nftables/expr"
+	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/internal/netpolicy"
+	"github.com/forkd/forkd/internal/vmm"
+)
+
+// Names in a slot's tables.
+const (
+	tableName = "forkd"
+
+	hostSet      = "host"      // addresses of the host and of metadata services
+	protectedSet = "protected" // ranges
+	deniedSet    = "denied"    // what was tried in vain: destination, protocol, port
+
+	chainForward = "forward"
+	chainPolicy  = "policy" // what replaces the policy fills it: who may pass
+	chainCheck   = "check"  // of those who may: where to
+	chainPass    = "pass"
+	chainNames   = "names" // who may ask the resolver
+	chainDeny    = "deny"
+
+	deniedCount  = "denied"  // packets that the policy did not let through
+	ipv6Count    = "ipv6"    // packets of IPv6, without those by which it looks around
+	forgedCount  = "forged"  // packets that are not from the guest's own address
+	monitorCount = "monitor" // packets that the monitor itself sent elsewhere than to its guest
+)
+
+// How much of what was tried in vain is remembered, and for how long.
+const (
+	deniedKept    = 256
+	deniedKeptFor = time.Hour
+)
+
+func table() *nftables.Table {
+	return &nftables.Table{Name: tableName, Family: nftables.TableFamilyINet}
+}
+
+func deniedElements() *nftables.Set {
+	return &nftables.Set{Table: table(), Name: deniedSet, Dynamic: true, HasTimeout: true, Timeout: deniedKeptFor, Size: deniedKept, Counter: true,
+		KeyType: nftables.MustConcatSetType(nftables.TypeIPAddr, nftables.TypeInetProto, nftables.TypeInetService)}
+}
+
+func hostElements() *nftables.Set {
+	return &nftables.Set{Table: table(), Name: hostSet, KeyType: nftables.TypeIPAddr}
+}
+
+// ruleset collects what one batch changes.
+type ruleset struct {
+	conn *nftables.Conn
+	err  error // of what could not even be said
+}
+
+func (r *ruleset) note(err error) {
+	if r.err == nil {
+		r.err = err
+	}
+}
+
+func (r *ruleset) rule(t *nftables.Table, chain string, parts ...exprs) {
+	r.conn.AddRule(&nftables.Rule{Table: t, Chain: &nftables.Chain{Name: chain, Table: t}, Exprs: rule(parts...)})
+}
+
+func (r *ruleset) flush() error {
+	if r.err != nil {
+		return r.err
+	}
+	return r.conn.Flush()
+}
+
+// makeTables fills a new namespace: nothing passes but what is between the namespace and its guest, until a policy says otherwise.
+func makeTables(conn *nftables.Conn, host []netip.Addr) error {
+	r := &ruleset{conn: conn}
+	r.ingress()
+	t := conn.AddTable(table())
+	for _, name := range []string{deniedCount, ipv6Count, monitorCount} {
+		conn.AddObj(&nftables.NamedObj{Table: t, Name: name, Type: nftables.ObjTypeCounter, Obj: &expr.Counter{}})
+	}
+	r.note(conn.AddSet(deniedElements(), nil))
+	r.note(conn.AddSet(hostElements(), addrElements(host)))
+	protected := &nftables.Set{Table: t, Name: protectedSet, Interval: true, KeyType: nftables.TypeIPAddr}
+	r.note(conn.AddSet(protected, prefixElements(netpolicy.Protected())))
+
+	for _, name := range []string{chainPolicy, chainCheck, chainPass, chainNames, chainDeny} {
+		conn.AddChain(&nftables.Chain{Name: name, Table: t})
+	}
+	r.deny(t)
+	r.base(t, chainForward, nftables.ChainHookForward)
+	r.rule(t, chainForward, ipv6(), counted(ipv6Count), drop())
+	r.rule(t, chainForward, ctState(expr.CtStateBitINVALID), drop())
+	r.rule(t, chainForward, jump(chainPolicy))
+	r.rule(t, chainForward, iif(tapName), goTo(chainDeny))
+
+	r.base(t, "input", nftables.ChainHookInput)
+	r.rule(t, "input", ipv6(), counted(ipv6Count), drop())
+	r.rule(t, "input", iif(tapName), ctState(expr.CtStateBitESTABLISHED), accept())
+	gateway := netip.PrefixFrom(gatewayAddr, 32)
+	for _, p := range []uint8{unix.IPPROTO_UDP, unix.IPPROTO_TCP} {
+		r.rule(t, "input", iif(tapName), daddr(gateway), l4proto(p), dport(53, 53), jump(chainNames))
+	}
+	r.rule(t, "input", iif(tapName), goTo(chainDeny))
+
+	r.base(t, "output", nftables.ChainHookOutput)
+	r.rule(t, "output", ipv4(), oif(tapName), daddr(netip.PrefixFrom(guestAddr, 32)), accept())
+	r.rule(t, "output", counted(monitorCount))
+
+	nat := nftables.ChainPolicyAccept
+	conn.AddChain(&nftables.Chain{Name: "nat", Table: t, Type: nftables.ChainTypeNAT, Hooknum: nftables.ChainHookPostrouting,
+		Priority: nftables.ChainPriorityNATSource, Policy: &nat})
+	r.rule(t, "nat", oif(uplinkName), exprs{&expr.Masq{}})
+	return r.flush()
+}
+
+// base adds a chain in which nothing passes that no rule accepts.
+func (r *ruleset) base(t *nftables.Table, name string, hook *nftables.ChainHook) {
+	policy := nftables.ChainPolicyDrop
+	r.conn.AddChain(&nftables.Chain{Name: name, Table: t, Type: nftables.ChainTypeFilter, Hooknum: hook, Priority: nftables.ChainPriorityFilter, Policy: &policy})
+}
+
+// ingress looks at what the guest sends before anything else does: IPv4 from its own address, and ARP.
+func (r *ruleset) ingress() {
+	t := r.conn.AddTable(&nftables.Table{Name: tableName, Family: nftables.TableFamilyNetdev})
+	for _, name := range []string{ipv6Count, forgedCount} {
+		r.conn.AddObj(&nftables.NamedObj{Table: t, Name: name, Type: nftables.ObjTypeCounter, Obj: &expr.Counter{}})
+	}
+	r.conn.AddChain(&nftables.Chain{Name: "ingress", Table: t, Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookIngress,
+		Priority: nftables.ChainPriorityFilter, Device: tapName})
+	proto := func(p uint16) exprs {
+		return exprs{&expr.Meta{Key: expr.MetaKeyPROTOCOL, Register: 1}, compare(expr.CmpOpEq, binaryutil.BigEndian.PutUint16(p))}
+	}
+	mac := exprs{&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseLLHeader, Offset: 6, Len: 6}, compare(expr.CmpOpNeq, mustMAC(vmm.GuestMAC))}
+	r.rule(t, "ingress", mac, counted(forgedCount), drop())
+	r.rule(t, "ingress", proto(unix.ETH_P_IP), notSaddr(guestAddr), counted(forgedCount), drop())
+	r.rule(t, "ingress", proto(unix.ETH_P_IP), accept())
+	r.rule(t, "ingress", proto(unix.ETH_P_ARP), accept())
+	// TCP, UDP: somebody wants to go somewhere. What else a kernel says by itself is nothing to count.
+	for _, next := range []byte{unix.IPPROTO_TCP, unix.IPPROTO_UDP} {
+		r.rule(t, "ingress", proto(unix.ETH_P_IPV6), exprs{field(6, 1), compare(expr.CmpOpEq, []byte{next})}, counted(ipv6Count), drop())
+	}
+	r.rule(t, "ingress", drop())
+}
+
+// deny notes what was tried and says no, so that programs need not wait.
+func (r *ruleset) deny(t *nftables.Table) {
+	const key = 8 // the first of the registers of 4 bytes
+	note := func(port expr.Any) exprs {
+		return exprs{
+			&expr.Payload{DestRegister: key, Base: expr.PayloadBaseNetworkHeader, Offset: daddrOffset, Len: 4},
+			&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: key + 1}, port,
+			&expr.Dynset{SrcRegKey: key, SetName: deniedSet, Operation: uint32(unix.NFT_DYNSET_OP_UPDATE)},
+		}
+	}
+	port := &expr.Payload{DestRegister: key + 2, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2}
+	r.rule(t, chainDeny, counted(deniedCount))
+	for _, p := range []uint8{unix.IPPROTO_TCP, unix.IPPROTO_UDP} {
+		r.rule(t, chainDeny, l4proto(p), note(port))
+	}
+	other := exprs{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1}, compare(expr.CmpOpNeq, []byte{unix.IPPROTO_TCP}),
+		compare(expr.CmpOpNeq, []byte{unix.IPPROTO_UDP})}
+	r.rule(t, chainDeny, other, note(&expr.Immediate{Register: key + 2, Data: make([]byte, 4)}))
+	r.rule(t, chainDeny, l4proto(unix.IPPROTO_TCP), exprs{&expr.Reject{Type: unix.NFT_REJECT_TCP_RST}})
+	const prohibited = 3 // NFT_REJECT_ICMPX_ADMIN_PROHIBITED
+	r.rule(t, chainDeny, exprs{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: prohibited}})
+}
+
+func addrElements(addrs []netip.Addr) []nftables.SetElement {
+	var all []nftables.SetElement
+	for _, a := range addrs {
+		all = append(all, nftables.SetElement{Key: a.AsSlice()})
+	}
+	return all
+}
+
+// prefixElements are intervals. Preconditions: the prefixes don't overlap or touch, and are sorted.
+func prefixElements(prefixes []netip.Prefix) []nftables.SetElement {
+	var all []nftables.SetElement
+	for _, p := range prefixes {
+		all = append(all, nftables.SetElement{Key: p.Addr().AsSlice()})
+		if end := lastAddr(p).Next(); end.IsValid() && end.Is4() {
+			all = append(all, nftables.SetElement{Key: end.AsSlice(), IntervalEnd: true})
+		}
+	}
+	return all
+}
+
+func lastAddr(p netip.Prefix) netip.Addr {
+	a := p.Masked().Addr().As4()
+	for i := p.Bits(); i < 32; i++ {
+		a[i/8] |= 0x80 >> (i % 8)
+	}
+	return netip.AddrFrom4(a)
+}

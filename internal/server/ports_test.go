@@ -1,0 +1,136 @@
+package server
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/forkd/forkd/internal/netpolicy"
+)
+
+// serveOne answers one request of a guest's port with what it was asked.
+func serveOne(header http.Header) func(net.Conn) {
+	return func(c net.Conn) {
+		defer c.Close()
+		req, err := http.ReadRequest(bufio.NewReader(c))
+		if err != nil {
+			return
+		}
+		body, _ := io.ReadAll(req.Body)
+		text := fmt.Sprintf("%s %s %s auth=%q prefix=%q %s", req.Method, req.RequestURI, req.Host, req.Header.Get("Authorization"), req.Header.Get("X-Forwarded-Prefix"), body)
+		_ = (&http.Response{StatusCode: 200, ProtoMajor: 1, ProtoMinor: 1, Request: req, Header: header, ContentLength: int64(len(text)),
+			Body: io.NopCloser(strings.NewReader(text))}).Write(c)
+	}
+}
+
+// What follows the port is the guest's, however it looks; what is the daemon's stays here.
+func TestPortsPassOn(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	f.guest = serveOne(nil)
+	for _, tt := range []struct{ method, path, want string }{
+		{"GET", "/", "GET / "}, {"GET", "/a/b?c=d", "GET /a/b?c=d "}, {"POST", "/x//y/../z", "POST /x//y/../z "}, {"DELETE", "/%2e%2e/%2fetc", "DELETE /%2e%2e/%2fetc "},
+		{"PURGE", "/v1/sandboxes", "PURGE /v1/sandboxes "},
+	} {
+		got := f.do(t, tt.method, "/v1/sandboxes/sb1/ports/8080"+tt.path, "", "Authorization", "Bearer secret")
+		if got.status != 200 || !strings.HasPrefix(got.body, tt.want+"localhost:8080 auth=\"\"") {
+			t.Errorf("%s %s = %d %s, want %s", tt.method, tt.path, got.status, got.body, tt.want)
+		}
+		if strings.Contains(got.body, "secret") {
+			t.Errorf("the guest was told the daemon's token: %s", got.body)
+		}
+	}
+	got := f.do(t, "GET", "/v1/sandboxes/sb1/ports/80/", "", guestAuthorization, "Basic x")
+	if !strings.Contains(got.body, `auth="Basic x"`) || !strings.Contains(got.body, `prefix="/v1/sandboxes/sb1/ports/80/"`) {
+		t.Errorf("the guest got %s", got.body)
+	}
+	for _, path := range []string{"/v1/sandboxes/sb1/ports/0/", "/v1/sandboxes/sb1/ports/65536/", "/v1/sandboxes/sb1/ports/x/", "/v1/sandboxes/SB/ports/80/", "/v1/sandboxes/../ports/80/"} {
+		if got := f.do(t, "GET", path, ""); got.status != 400 {
+			t.Errorf("GET %s = %d %s", path, got.status, got.body)
+		}
+	}
+	if n := len(f.dialled); n != 6 {
+		t.Errorf("%d connections were made: %v", n, f.dialled)
+	}
+}
+
+// A page of a guest has no rights of this daemon's origin.
+func TestPortsTame(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	f.guest = serveOne(http.Header{"Set-Cookie": {"a=b; Domain=localhost; Path=/"}, "Access-Control-Allow-Origin": {"*"}, "Clear-Site-Data": {"*"},
+		"Content-Security-Policy": {"default-src *"}})
+	got := f.do(t, "GET", "/v1/sandboxes/sb1/ports/80/", "")
+	if csp := got.header.Values("Content-Security-Policy"); len(csp) != 2 || !strings.HasPrefix(csp[1], "sandbox ") || strings.Contains(csp[1], "allow-same-origin") {
+		t.Errorf("Content-Security-Policy: %q", csp)
+	}
+	if c := got.header.Get("Set-Cookie"); c != "a=b; Path=/v1/sandboxes/sb1/ports/80/" {
+		t.Errorf("Set-Cookie: %s", c)
+	}
+	for _, name := range []string{"Access-Control-Allow-Origin", "Clear-Site-Data"} {
+		if v := got.header.Get(name); v != "" {
+			t.Errorf("%s: %s", name, v)
+		}
+	}
+}
+
+// An upgrade is passed on, and the bytes after it.
+func TestPortsUpgrade(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	f.guest = func(c net.Conn) {
+		defer c.Close()
+		r := bufio.NewReader(c)
+		if _, err := http.ReadRequest(r); err != nil {
+			return
+		}
+		_, _ = io.WriteString(c, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+		word, _ := r.ReadString('\n')
+		_, _ = io.WriteString(c, "got "+word)
+	}
+	req, _ := http.NewRequestWithContext(t.Context(), "GET", f.http.URL+"/v1/sandboxes/sb1/ports/80/ws", nil)
+	req.Header.Set("Connection", "Upgrade")
+	req.Header.Set("Upgrade", "websocket")
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil || resp.StatusCode != 101 {
+		t.Fatalf("= %v, %v", resp, err)
+	}
+	conn := resp.Body.(io.ReadWriteCloser)
+	defer conn.Close()
+	_, _ = io.WriteString(conn, "hello\n")
+	if back, err := io.ReadAll(conn); err != nil || string(back) != "got hello\n" {
+		t.Errorf("%q, %v", back, err)
+	}
+}
+
+// Only administrators of the host open what is protected.
+func TestNetworkTrust(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	put := func(body string) answer { return f.do(t, "PUT", "/v1/sandboxes/sb1/network", body) }
+	if got := put(`{"mode": "allow", "allow": ["169.254.169.254"]}`); got.status != 200 || !f.policies[0].Privileged {
+		t.Errorf("= %d %s, %+v", got.status, got.body, f.policies)
+	}
+	for _, body := range []string{`{"mode": "all"}`, `{"mode": "allow"}`, `{"mode": "none", "allow": ["a.org"]}`, `{"mode": "allow", "allow": ["::1"]}`,
+		`{"mode": "open", "privileged": true}`, `{}`, `{"mode": null}`} {
+		if got := put(body); got.status != 400 {
+			t.Errorf("%s = %d %s", body, got.status, got.body)
+		}
+	}
+	user := func(p netpolicy.Policy) (netpolicy.Policy, error) {
+		req, _ := newRequestAs(t.Context(), nil)
+		return p, trust(req, &p)
+	}
+	for _, named := range []string{"169.254.169.254:80", "10.0.0.0/24", "168.63.129.16", "127.0.0.1"} {
+		if p, err := user(netpolicy.Policy{Mode: netpolicy.Allow, Rules: []string{"a.org", named}}); err == nil || p.Privileged {
+			t.Errorf("somebody may open %s", named)
+		}
+	}
+	if p, err := user(netpolicy.Policy{Mode: netpolicy.Allow, Rules: []string{"a.org", "0.0.0.0/0", "203.0.113.0/24"}}); err != nil || p.Privileged {
+		t.Errorf("= %+v, %v", p, err)
+	}
+}
