@@ -17,7 +17,7 @@ import (
 )
 
 // portsPath is the route of the proxy. It takes every method.
-const portsPath = "/v1/sandboxes/{id}/ports/{port}/{path...}"
+const portsPath = "/v1/sandboxes/{id}/ports/{port}/{path}"
 
 // guestAuthorization is the Authorization that a guest is to get: the daemon's own is nothing for it.
 const guestAuthorization = "Forkd-Guest-Authorization"
