@@ -18,6 +18,7 @@ type benchCmd struct {
 	Branch  benchBranchCmd  `cmd:"" help:"Branches of a running sandbox: its pause, and the stall that a program in it sees."`
 	Chain   benchChainCmd   `cmd:"" help:"Forks of a snapshot that rests on many others, beside those of one that rests on none."`
 	Engine  benchEngineCmd  `cmd:"" help:"An engine alone: starts, claims and branches of guests without a kernel."`
+	Noisy   benchNoisyCmd   `cmd:"" help:"Others' requests while guests spin, fork, and fill their memory and disk."`
 	Running benchRunningCmd `cmd:"" name:"fork-running" help:"Forks of a running sandbox, beside cold forks of a snapshot of it."`
 }
 

@@ -62,7 +62,7 @@ func (c *serveCmd) Run(p *program) error {
 	if err != nil {
 		return errors.Join(err, d.close())
 	}
-	unixListener, tcpListener, err := c.listen(token != "" || d.keys.Any(), cert, socket)
+	unixListener, tcpListener, err := c.listen(p.getenv, token != "" || d.keys.Any(), cert, socket)
 	if err != nil {
 		return errors.Join(err, d.close())
 	}
@@ -71,13 +71,18 @@ func (c *serveCmd) Run(p *program) error {
 	return errors.Join(err, d.close())
 }
 
-func (c *serveCmd) listen(guarded bool, cert *certificate, socket server.SocketAccess) (unixListener, tcpListener net.Listener, err error) {
+func (c *serveCmd) listen(getenv func(string) string, guarded bool, cert *certificate, socket server.SocketAccess) (unixListener, tcpListener net.Listener, err error) {
 	var groups []int
 	if socket.Scope != "" {
 		groups = append(groups, socket.Group)
 	}
-	if unixListener, err = server.ListenUnix(c.Socket, groups...); err != nil {
+	if unixListener, err = passedListener(getenv); err != nil {
 		return nil, nil, err
+	}
+	if unixListener == nil {
+		if unixListener, err = server.ListenUnix(c.Socket, groups...); err != nil {
+			return nil, nil, err
+		}
 	}
 	if c.Listen == "" {
 		return unixListener, nil, nil

@@ -54,6 +54,7 @@ func Open(opt Options) (*Root, error) {
 	}
 	if r.device == "" {
 		delete(r.dirs, io)
+		r.problem = errors.Join(r.problem, fmt.Errorf("%s is on no disk of its own: its traffic can't be limited", opt.Data))
 	}
 	return r, nil
 }
