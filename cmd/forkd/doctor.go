@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/forkd/forkd/internal/hostcheck"
+	"github.com/forkd/forkd/internal/hostnet"
 	"github.com/forkd/forkd/internal/vmm/firecracker"
 	"github.com/forkd/forkd/internal/vmm/probeguest"
 	"github.com/forkd/forkd/internal/vmm/qemu"
@@ -34,6 +35,7 @@ func (c *doctorCmd) Run(p *program) error {
 		binary = qemu.DefaultBinary
 	}
 	options := hostcheck.Options{DataDir: c.Data, KVM: func(context.Context) error { return probeguest.Check() }}
+	options.Network = hostnet.Try
 	options.Firecracker = firecracker.New(firecracker.Options{Binary: c.Firecracker}).Describe
 	if _, err := exec.LookPath(binary); err == nil {
 		options.KVM = func(ctx context.Context) error { return qemu.KVMWorks(ctx, binary) }

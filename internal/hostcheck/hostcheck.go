@@ -50,6 +50,8 @@ type Options struct {
 	// Firecracker tries the Firecracker that forkd would use and describes it; it wraps fs.ErrNotExist or exec.ErrNotFound where there is
 	// none. Nil leaves that out. An engine provides it.
 	Firecracker func(context.Context) (string, error)
+	// Network says why machines can have no networks here. Nil leaves that out.
+	Network func() error
 }
 
 // Run does all checks. Those that run programs end with ctx.
@@ -71,6 +73,7 @@ func Run(ctx context.Context, h Host, opt Options) []Check {
 		{"root", r.root},
 		{"image tools", r.imageTools},
 		{"cgroup", r.cgroup},
+		{"network", r.network},
 		{"memory", r.memory},
 		{"overcommit", r.overcommit},
 		{"disk", r.disk},

@@ -119,6 +119,29 @@ func Check() error {
 	return f.Close()
 }
 
+// Try makes what a network needs that may fail on a host, and takes it back. The host itself is left as it is.
+func Try() error {
+	if err := Check(); err != nil {
+		return err
+	}
+	ns, tap, err := newNamespace()
+	if err != nil {
+		return err
+	}
+	s := &Slot{ns: ns, tap: tap}
+	defer s.let()
+	if s.conn, err = nftables.New(nftables.WithNetNSFd(int(ns.Fd())), nftables.AsLasting()); err != nil {
+		return fmt.Errorf("nftables: %w", err)
+	}
+	if err := setUpTap(ns); err != nil {
+		return err
+	}
+	if err := makeTables(s.conn, nil); err != nil {
+		return fmt.Errorf("nftables rules: %w", err)
+	}
+	return nil
+}
+
 func (n *Network) nextNumber() int {
 	n.mu.Lock()
 	defer n.mu.Unlock()

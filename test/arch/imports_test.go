@@ -87,6 +87,17 @@ func rules() []rule {
 			why: "other modules import it and can't import what is internal",
 		},
 		{
+			name: "networks know no machines",
+			from: []string{"internal/hostnet/...", "internal/netpolicy/...", "internal/netns/..."},
+			deny: []string{"..."}, allow: []string{"internal/netpolicy", "internal/netns", "internal/vmm"}, deep: true,
+			why: "the domain asks for networks; what a policy is for is decided there",
+		},
+		{
+			name: "the domain has no networks of its own making",
+			from: []string{"internal/sandbox/...", "internal/server/..."}, deny: []string{"internal/hostnet/..."}, tests: true,
+			why: "they are given to it: whoever is not root has none",
+		},
+		{
 			name: "nothing imports a command",
 			from: []string{"..."}, except: []string{"cmd/..."}, deny: []string{"cmd/..."},
 			why: "commands hold wiring only",

