@@ -1031,8 +1031,9 @@ type SnapshotDetail struct {
 	Python bool `json:"python"`
 
 	// Recipe What a snapshot was made by, and can be made anew by. It does not have what the programs of a sandbox did that was branched.
-	Recipe   Recipe `json:"recipe"`
-	Resident bool   `json:"resident"`
+	Recipe        Recipe `json:"recipe"`
+	Resident      bool   `json:"resident"`
+	ResidentBytes int64  `json:"resident_bytes,omitempty"`
 
 	// Secrets Whether secrets that a sandbox was given are in its memory.
 	Secrets bool                 `json:"secrets,omitempty"`
@@ -1098,6 +1099,9 @@ type SnapshotInfo struct {
 
 	// Resident Whether its memory is loaded.
 	Resident bool `json:"resident"`
+
+	// ResidentBytes What its memory takes when it is loaded, what it shares with other snapshots included.
+	ResidentBytes int64 `json:"resident_bytes,omitempty"`
 
 	// Secrets Whether secrets that a sandbox was given are in its memory.
 	Secrets bool               `json:"secrets,omitempty"`

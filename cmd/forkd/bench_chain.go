@@ -53,10 +53,11 @@ func (p *program) printBenchChain(r bench.ChainReport) error {
 		row("from the pool, p50", millis(base.Claim.Answer.P50MS), millis(tip.Claim.Answer.P50MS), times(r.ClaimRatio)),
 		row("first one, memory not loaded", millis(base.FirstMS), millis(tip.FirstMS), ""),
 		row("on disk", mebibytes(base.DiskMiB), mebibytes(tip.DiskMiB), ""),
+		row("in memory, once loaded", mebibytes(base.ResidentMiB), mebibytes(tip.ResidentMiB), ""),
 		row(fmt.Sprintf("guests' memory of %d children", tip.Shared.Children), mebibytes(base.Shared.GuestMiB), mebibytes(tip.Shared.GuestMiB), ""),
 		row("a child's part of that", mebibytes(base.Shared.ChildPSSMiB), mebibytes(tip.Shared.ChildPSSMiB), ""),
 	})
-	fmt.Fprintf(p.stdout, "\nlayers: %.1f MiB of changed pages, %.1f MiB on disk; with the base %.2f times base and changed pages\n",
-		r.ChangedMiB, r.DiskMiB, r.DiskRatio)
+	fmt.Fprintf(p.stdout, "\nlayers: %.1f MiB of changed pages, %.1f MiB on disk; with the base %.2f times base and changed pages, in memory %.2f times\n",
+		r.ChangedMiB, r.DiskMiB, r.DiskRatio, r.ResidentRatio)
 	return err
 }

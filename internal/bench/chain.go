@@ -34,6 +34,8 @@ type ChainReport struct {
 	ChangedMiB float64  `json:"changed_mib"` // pages that the layers differ in, each from the one below
 	DiskMiB    float64  `json:"disk_mib"`    // files of the layers, without the base
 	DiskRatio  float64  `json:"disk_ratio"`  // of base and layers, to base and changed pages
+
+	ResidentRatio float64 `json:"resident_ratio"` // the same of the memory that they take when loaded
 }
 
 // ChainEnd is a snapshot at an end of the chain.
@@ -42,7 +44,10 @@ type ChainEnd struct {
 	Cold    Run     `json:"cold"`
 	Claim   Run     `json:"claim"`
 	DiskMiB float64 `json:"disk_mib"`
-	Shared  Shared  `json:"memory"`
+
+	ResidentMiB float64 `json:"resident_mib"` // what its memory takes when it is loaded, the layers below included
+
+	Shared Shared `json:"memory"`
 }
 
 // Shared is the memory that children use together.
@@ -203,11 +208,18 @@ func (ch *chain) measure(ctx context.Context) (err error) {
 	r.ColdRatio = ratio(r.Tip.Cold.Answer.P50MS, r.Base.Cold.Answer.P50MS)
 	r.ClaimRatio = ratio(r.Tip.Claim.Answer.P50MS, r.Base.Claim.Answer.P50MS)
 	ch.opt.Progress("measuring the memory of %d children of each end", sharers)
-	if r.Base.Shared, err = ch.shared(ctx, ch.base); err != nil {
-		return err
+	for tag, end := range map[string]*ChainEnd{ch.base: &r.Base, ch.tip: &r.Tip} {
+		if end.Shared, err = ch.shared(ctx, tag); err != nil {
+			return err
+		}
+		info, err := ch.c.SnapshotInfo(ctx, tag)
+		if err != nil {
+			return err
+		}
+		end.ResidentMiB = mib(info.ResidentBytes)
 	}
-	r.Tip.Shared, err = ch.shared(ctx, ch.tip)
-	return err
+	r.ResidentRatio = ratio(r.Tip.ResidentMiB, r.Base.ResidentMiB+r.ChangedMiB)
+	return nil
 }
 
 // alternate measures children of both ends in turns, so that both see the same host.

@@ -234,6 +234,16 @@ func (c *Cache) Resident(id string) bool {
 	return ok
 }
 
+// ResidentBytes is how many bytes of memory the files of id's image take, those shared with other images included; 0 when it is not in memory.
+func (c *Cache) ResidentBytes(id string) int64 {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if e, ok := c.entries[id]; ok {
+		return e.img.Resident()
+	}
+	return 0
+}
+
 // Stats counts what the cache holds.
 func (c *Cache) Stats() Stats {
 	c.mu.Lock()

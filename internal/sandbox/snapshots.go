@@ -72,7 +72,7 @@ func (m *Manager) viewLocked(who Caller, f *frozen) Snapshot {
 		ContentHash: stored.Memory.SHA256, ParentID: f.parent, BranchedFrom: man.BranchedFrom,
 		Pause: f.measured.Pause, DiffTime: f.measured.Diff, DiffPhysicalBytes: f.measured.DiffPhysical, DiffLogicalBytes: f.measured.DiffLogical,
 		Status: f.status, Warning: cmp.Or(f.warning, f.measured.Warning), Python: man.Python, BootWarm: f.bootWarm,
-		Resident: m.cache.Resident(f.id), Pool: f.poolStatus(),
+		Resident: m.cache.Resident(f.id), ResidentBytes: m.cache.ResidentBytes(f.id), Pool: f.poolStatus(),
 		Tenant: f.tenant, Public: f.public, Secrets: f.secrets, HasNetwork: man.Shape.Net, Network: f.network,
 		Recipe: Recipe{Image: cmp.Or(man.Recipe.Image, man.Image.Name), Probe: man.Recipe.Probe, Env: man.Recipe.Env},
 	}

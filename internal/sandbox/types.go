@@ -86,6 +86,7 @@ type Snapshot struct {
 	Bootable            bool   // this daemon's engine can restore it
 	Python              bool   // has a resident interpreter
 	Resident            bool   // its memory is in RAM
+	ResidentBytes       int64  // what it takes there, what it shares with others included
 	Pool                PoolStatus
 	BootWarm            time.Duration // boot, readiness and warm-up of the parent
 	Recipe              Recipe

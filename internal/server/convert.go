@@ -27,7 +27,7 @@ func snapshotInfo(s sandbox.Snapshot) api.SnapshotInfo {
 		Status: api.SnapshotInfoStatus(s.Status), Bootable: s.Bootable, Image: s.Image, MemMiB: s.MemMiB, VCPUs: s.VCPUs,
 		Engine: s.Engine, EngineVersion: s.EngineVersion, Accel: s.Accel, Python: s.Python,
 		MemoryLogicalBytes: s.LogicalBytes, MemoryPhysicalBytes: s.PhysicalBytes, VmstateBytes: s.DeviceBytes,
-		Resident: s.Resident, BootWarmMS: millis(s.BootWarm), ParentTag: s.ParentTag, Pool: poolStatus(s.Pool), HasNetwork: s.HasNetwork, Network: networkOf(s.Network),
+		Resident: s.Resident, ResidentBytes: s.ResidentBytes, BootWarmMS: millis(s.BootWarm), ParentTag: s.ParentTag, Pool: poolStatus(s.Pool), HasNetwork: s.HasNetwork, Network: networkOf(s.Network),
 		PauseMS: millis(s.Pause), DiffMS: millis(s.DiffTime), DiffPhysicalBytes: s.DiffPhysicalBytes, DiffLogicalBytes: s.DiffLogicalBytes,
 		Public: s.Public, Tenant: s.Tenant, Secrets: s.Secrets,
 	}
@@ -42,7 +42,7 @@ func snapshotDetail(s sandbox.Snapshot, parentHash string) api.SnapshotDetail {
 		Ancestors: orEmpty(s.Ancestors), Dependents: orEmpty(s.Dependents), ContentHash: s.ContentHash,
 		BranchedFrom: s.BranchedFrom, Warning: s.Warning, Status: api.SnapshotDetailStatus(s.Status), Bootable: s.Bootable,
 		Image: s.Image, MemMiB: s.MemMiB, VCPUs: s.VCPUs, Engine: s.Engine, EngineVersion: s.EngineVersion, Accel: s.Accel,
-		Python: s.Python, Resident: s.Resident, BootWarmMS: millis(s.BootWarm), Pool: poolStatus(s.Pool),
+		Python: s.Python, Resident: s.Resident, ResidentBytes: s.ResidentBytes, BootWarmMS: millis(s.BootWarm), Pool: poolStatus(s.Pool),
 		PauseMS: millis(s.Pause), DiffMS: millis(s.DiffTime), DiffPhysicalBytes: s.DiffPhysicalBytes, DiffLogicalBytes: s.DiffLogicalBytes,
 		Recipe: recipe(s.Recipe),
 		Public: s.Public, Tenant: s.Tenant, Secrets: s.Secrets,
