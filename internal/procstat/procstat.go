@@ -1,10 +1,10 @@
-// Package procstat reads what the kernel counts of a process that runs a machine: processor time, disk, and the traffic of its network namespace.
+// Package procstat reads what the kernel counts of a process that runs a machine: processor time and disk.
 //
-// It is for figures that people and monitors look at. Guest memory is internal/memory's, which knows what is shared; limits are set elsewhere.
+// It is for figures that people and monitors look at. Guest memory is internal/memory's, which knows what is shared, and traffic
+// internal/hostnet's; limits are set elsewhere.
 package procstat
 
 import (
-	"bufio"
 	"bytes"
 	"errors"
 	"fmt"
@@ -19,12 +19,6 @@ import (
 type Usage struct {
 	CPU                     time.Duration // user and system time of all threads
 	ReadBytes, WrittenBytes int64         // from and to disks
-	Net                     *Net          // nil: it has no network of its own
-}
-
-// Net is the traffic of the taps in a network namespace, seen from the guest.
-type Net struct {
-	ReceivedBytes, SentBytes int64
 }
 
 // tick is the unit of CPU times in /proc: USER_HZ, which is 100 on every architecture of ours.
@@ -38,9 +32,6 @@ func Read(pid int) (Usage, error) {
 		return Usage{}, gone(pid, err)
 	}
 	if u.ReadBytes, u.WrittenBytes, err = disk(pid); err != nil && !errors.Is(err, fs.ErrPermission) {
-		return Usage{}, gone(pid, err)
-	}
-	if u.Net, err = traffic(pid); err != nil && !errors.Is(err, fs.ErrPermission) {
 		return Usage{}, gone(pid, err)
 	}
 	return u, nil
@@ -89,48 +80,4 @@ func disk(pid int) (read, written int64, err error) {
 		}
 	}
 	return read, written, nil
-}
-
-// traffic adds up the taps in the namespace of a process. One that has the namespace of this process has no network of its own.
-func traffic(pid int) (*Net, error) {
-	theirs, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/net", pid))
-	if err != nil {
-		return nil, err
-	}
-	ours, err := os.Readlink("/proc/self/ns/net")
-	if err != nil || ours == theirs {
-		return nil, err
-	}
-	data, err := file(pid, "net/dev")
-	if err != nil {
-		return nil, err
-	}
-	return parseDev(data)
-}
-
-// parseDev reads /proc/PID/net/dev. What a tap receives is what the guest sent.
-func parseDev(data []byte) (*Net, error) {
-	var n *Net
-	lines := bufio.NewScanner(bytes.NewReader(data))
-	for lines.Scan() {
-		name, counters, ok := strings.Cut(lines.Text(), ":")
-		fields := strings.Fields(counters)
-		if !ok || !strings.HasPrefix(strings.TrimSpace(name), "tap") || len(fields) < 9 {
-			continue
-		}
-		fromGuest, err := strconv.ParseInt(fields[0], 10, 64)
-		if err != nil {
-			return nil, err
-		}
-		toGuest, err := strconv.ParseInt(fields[8], 10, 64)
-		if err != nil {
-			return nil, err
-		}
-		if n == nil {
-			n = &Net{}
-		}
-		n.SentBytes += fromGuest
-		n.ReceivedBytes += toGuest
-	}
-	return n, lines.Err()
 }

@@ -162,6 +162,9 @@ func (m *Manager) watch(b *box, c *child) {
 		select {
 		case <-c.machine.Done():
 			state, reason := c.ended()
+			if limited(c.group) != "" {
+				m.counts.oom.Add(1)
+			}
 			// Else it was suspended, and its machine was ended for that.
 			stillIts := func(store.Sandbox) bool { return b.child == c }
 			err := m.finish(b, ending{state: state, reason: reason, keep: true, onlyIf: stillIts})

@@ -37,7 +37,7 @@ type Manager struct {
 	boots     *gate // parents
 	branches  *gate // running sandboxes being frozen
 	memory    *admission
-	own       ownMemory
+	looks     looks
 	census    *census // sandboxes that there are
 	deadlines *deadlines
 	idles     *deadlines // when sandboxes that nobody uses are suspended
@@ -63,7 +63,7 @@ type Manager struct {
 	boxes     map[string]*box
 }
 
-type counters struct{ cold, claim, failed, kills, expired, lost atomic.Uint64 }
+type counters struct{ cold, claim, failed, kills, expired, lost, oom atomic.Uint64 }
 
 var errStopped = &Error{Code: CodeShuttingDown, Message: "the daemon is shutting down", Hint: "try again when it is back", RetryAfter: 5 * time.Second}
 
@@ -217,7 +217,8 @@ func (m *Manager) Stats() Stats {
 	s.MemoryBudgetBytes, s.MemoryReservedBytes = m.memory.stats()
 	s.ForksCold, s.ForksClaim, s.ForksFailed = m.counts.cold.Load(), m.counts.claim.Load(), m.counts.failed.Load()
 	s.Kills, s.Expired, s.Lost = m.counts.kills.Load(), m.counts.expired.Load(), m.counts.lost.Load()
-	s.AnonymousBytes = m.anonymous()
+	s.AnonymousBytes, s.DeniedPackets = m.look()
+	s.OOMKills = m.counts.oom.Load()
 	cache := m.cache.Stats()
 	s.ResidentImages, s.ResidentBytes = cache.Images, cache.Bytes
 	return s

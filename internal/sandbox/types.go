@@ -290,7 +290,9 @@ type Stats struct {
 	Kills, Expired, Lost  uint64
 	ResidentImages        int
 	ResidentBytes         int64
-	AnonymousBytes        int64 // memory that is the sandboxes' own, at most 15 s old
+	AnonymousBytes        int64  // memory that is the sandboxes' own, at most 15 s old
+	DeniedPackets         uint64 // that network policies did not let through, likewise
+	OOMKills              uint64 // sandboxes whose monitor was killed for want of memory
 }
 
 // Recovery is what Recover found and did.

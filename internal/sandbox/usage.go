@@ -13,8 +13,12 @@ import (
 type Usage struct {
 	memory.Usage
 	Process    procstat.Usage
-	StateBytes int64 // of what it was last suspended to, on disk
+	StateBytes int64    // of what it was last suspended to, on disk
+	Traffic    *Traffic // nil: it has no network
 }
+
+// Traffic is what went over a sandbox's network since it was started or resumed.
+type Traffic struct{ SentBytes, ReceivedBytes uint64 } // by the guest
 
 // Usage measures a sandbox's monitor.
 func (m *Manager) Usage(ctx context.Context, id string) (Usage, error) {
@@ -38,6 +42,13 @@ func (m *Manager) Usage(ctx context.Context, id string) (Usage, error) {
 		}
 		return Usage{}, fault(err, "figures of sandbox %s", id)
 	}
+	if c.network != nil {
+		status, err := c.network.Status()
+		if err != nil {
+			return Usage{}, fault(err, "traffic of sandbox %s", id)
+		}
+		u.Traffic = &Traffic{SentBytes: status.SentBytes, ReceivedBytes: status.ReceivedBytes}
+	}
 	if state := b.state.Load(); state != nil {
 		m.mu.Lock()
 		u.StateBytes = state.stored.Memory.PhysicalBytes + state.stored.Device.Bytes
@@ -46,30 +57,47 @@ func (m *Manager) Usage(ctx context.Context, id string) (Usage, error) {
 	return u, nil
 }
 
-// anonymousAge is how old the figure of anonymous memory may be: it takes a look at every process.
-const anonymousAge = 15 * time.Second
+// lookAge is how old figures may be that take a look at every sandbox.
+const lookAge = 15 * time.Second
 
-// ownMemory remembers the anonymous memory of all sandboxes for a while.
-type ownMemory struct {
-	mu    sync.Mutex
-	at    time.Time
-	bytes int64
+// looks remembers such figures for a while.
+type looks struct {
+	mu     sync.Mutex
+	at     time.Time
+	bytes  int64             // of anonymous memory
+	denied uint64            // packets that policies did not let through, also of sandboxes that are gone: what was seen of them
+	seen   map[string]uint64 // of them, by the sandboxes that are there
 }
 
-// anonymous adds up the memory that is the sandboxes' own.
-func (m *Manager) anonymous() int64 {
-	m.own.mu.Lock()
-	defer m.own.mu.Unlock()
-	if !m.own.at.IsZero() && time.Since(m.own.at) < anonymousAge {
-		return m.own.bytes
+// look adds up what is the sandboxes' own memory, and what their networks denied.
+func (m *Manager) look() (anonymous int64, denied uint64) {
+	l := &m.looks
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !l.at.IsZero() && time.Since(l.at) < lookAge {
+		return l.bytes, l.denied
 	}
-	total := int64(0)
+	l.at, l.bytes = time.Now(), 0
+	seen := map[string]uint64{}
 	for _, b := range m.allBoxes() {
-		if c, err := b.running(); err == nil {
-			bytes, _ := memory.Anonymous(c.machine.Process().PID) // one that ends meanwhile has none
-			total += bytes
+		c, err := b.running()
+		if err != nil {
+			continue
+		}
+		bytes, _ := memory.Anonymous(c.machine.Process().PID) // one that ends meanwhile has none
+		l.bytes += bytes
+		if c.network == nil {
+			continue
+		}
+		if status, err := c.network.Status(); err == nil {
+			before := l.seen[b.id]
+			if status.DeniedPackets < before { // it was resumed, with a new network
+				before = 0
+			}
+			l.denied += status.DeniedPackets - before
+			seen[b.id] = status.DeniedPackets
 		}
 	}
-	m.own.at, m.own.bytes = time.Now(), total
-	return total
+	l.seen = seen
+	return l.bytes, l.denied
 }

@@ -75,8 +75,9 @@ func sandboxInfo(s sandbox.Sandbox) api.SandboxInfo {
 func sandboxStats(id string, u sandbox.Usage) api.SandboxStats {
 	out := api.SandboxStats{ID: id, GuestAnonKiB: u.GuestAnonKiB, GuestSharedKiB: u.GuestSharedKiB, GuestPSSKiB: u.GuestPSSKiB, PSSKiB: u.PSSKiB, RSSKiB: u.RSSKiB,
 		CPUSecs: u.Process.CPU.Seconds(), DiskReadBytes: u.Process.ReadBytes, DiskWrittenBytes: u.Process.WrittenBytes, StateBytes: u.StateBytes}
-	if n := u.Process.Net; n != nil {
-		out.NetReceivedBytes, out.NetSentBytes = &n.ReceivedBytes, &n.SentBytes
+	if n := u.Traffic; n != nil {
+		received, sent := int64(n.ReceivedBytes), int64(n.SentBytes)
+		out.NetReceivedBytes, out.NetSentBytes = &received, &sent
 	}
 	return out
 }

@@ -89,6 +89,8 @@ var (
 	descResident  = desc("resident_images", "Snapshots whose memory is loaded.")
 	descResBytes  = desc("resident_bytes", "Memory of the resident images.")
 	descAnonymous = desc("sandbox_anonymous_bytes", "Memory that is the sandboxes' own, their monitors' included; at most 15 seconds old.")
+	descDenied    = desc("denied_packets_total", "Packets of guests that their network policies did not let through; at most 15 seconds old.")
+	descOOM       = desc("oom_kills_total", "Sandboxes whose monitor was killed for want of memory: it came to its limit, or the host had none left.")
 	descForks     = desc("forks_total", "Children by how they came to be: cold, claim, or failed.", "result")
 	descEnded     = desc("sandboxes_ended_total", "Sandboxes that ended: killed, expired at their deadline, or lost.", "reason")
 )
@@ -96,7 +98,7 @@ var (
 // Describe implements prometheus.Collector. It does not ask for figures: nobody looks yet.
 func (c *statsCollector) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{descSandboxes, descBranches, descPool, descSnapshots, descLaunches, descBudget, descReserved,
-		descResident, descResBytes, descAnonymous, descForks, descEnded} {
+		descResident, descResBytes, descAnonymous, descDenied, descOOM, descForks, descEnded} {
 		out <- d
 	}
 }
@@ -125,6 +127,8 @@ func (c *statsCollector) Collect(out chan<- prometheus.Metric) {
 	gauge(descResident, float64(s.ResidentImages))
 	gauge(descResBytes, float64(s.ResidentBytes))
 	gauge(descAnonymous, float64(s.AnonymousBytes))
+	counter(descDenied, s.DeniedPackets)
+	counter(descOOM, s.OOMKills)
 	counter(descForks, s.ForksCold, "cold")
 	counter(descForks, s.ForksClaim, "claim")
 	counter(descForks, s.ForksFailed, "failed")

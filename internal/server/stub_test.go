@@ -175,7 +175,7 @@ func (s *stub) Eval(_ context.Context, _ string, r sandbox.EvalRequest) (sandbox
 func (s *stub) Logs(context.Context, string) ([]byte, error) { return []byte("console\xff\n"), s.fail }
 func (s *stub) Usage(context.Context, string) (sandbox.Usage, error) {
 	return sandbox.Usage{Usage: memory.Usage{GuestAnonKiB: 400, GuestPSSKiB: 500, PSSKiB: 18000, RSSKiB: 49000},
-		Process: procstat.Usage{CPU: time.Second, Net: &procstat.Net{SentBytes: 7}}}, s.fail
+		Process: procstat.Usage{CPU: time.Second}, Traffic: &sandbox.Traffic{SentBytes: 7}}, s.fail
 }
 func (s *stub) SetNetwork(_ context.Context, _ string, p netpolicy.Policy) (sandbox.Sandbox, error) {
 	s.policies = append(s.policies, p)
