@@ -1,0 +1,66 @@
+package e2e
+
+import (
+	"fmt"
+	"os"
+	"strconv"
+	"sync"
+	"testing"
+
+	"github.com/forkd/forkd/api"
+	"github.com/forkd/forkd/client"
+)
+
+// countOf is a number from the environment.
+func countOf(variable string, otherwise int) int {
+	if n, err := strconv.Atoi(os.Getenv(variable)); err == nil {
+		return n
+	}
+	return otherwise
+}
+
+// TestManyNetworks has sandboxes with the same address talk to one server at once, and reaches each of them by its port.
+func TestManyNetworks(t *testing.T) {
+	needVM(t)
+	n := newInternet(t)
+	many := countOf("FORKD_NETWORKS", 8)
+	d := ownDaemon(t, n.setup("--network-pool", fmt.Sprint(countOf("FORKD_NETWORK_POOL", 16))))
+	policy := client.NetworkPolicy{Mode: api.NetworkPolicyModeAllow, Allow: []string{goodAddr + ":8080/tcp"}}
+	guests := d.fork(many, withNetwork(policy))
+	addrs := map[string]bool{}
+	for _, g := range guests {
+		addrs[slotAddr(g)] = true
+		if g.GuestAddr == nil || *g.GuestAddr != "10.117.0.2" {
+			t.Errorf("%v is at %v", g, g.GuestAddr)
+		}
+	}
+	if len(addrs) != many {
+		t.Errorf("%d sandboxes have %d addresses on the host", many, len(addrs))
+	}
+	d.each(guests, func(i int, g *guest) error {
+		_, err := g.tryPy(fmt.Sprintf("s = socket.create_connection((%q, 8080), 20); s.sendall(b'%d.')", goodAddr, i))
+		serveInGuest(g, 8080)
+		return err
+	})
+	if got := n.visits("tcp " + goodAddr + ":8080"); got != many {
+		t.Errorf("%d connections arrived, want %d", got, many)
+	}
+	// All of them hold their connections now; each reads what it wrote itself.
+	d.each(guests, func(i int, g *guest) error {
+		got, err := g.tryPy("s.recv(64).decode()")
+		if want := fmt.Sprintf("'%d.'", i); err == nil && got != want {
+			err = fmt.Errorf("read %s, wrote %s", got, want)
+		}
+		return err
+	})
+	var all sync.WaitGroup
+	for i, g := range guests {
+		all.Go(func() {
+			path := fmt.Sprintf("guest-%d", i)
+			if got, err := tryGetPort(g, 8080, path); err != nil || got != "GET /"+path {
+				t.Errorf("%v by its port: %q, %v", g, got, err)
+			}
+		})
+	}
+	all.Wait()
+}
