@@ -108,9 +108,6 @@ func (c *serveCmd) serve(p *program, d *daemon, token string, socket server.Sock
 	if d.networks != nil {
 		d.networks.Start()
 	}
-	if d.networks != nil {
-		d.networks.Start()
-	}
 	probed := make(chan struct{})
 	go func() {
 		defer close(probed)
