@@ -112,6 +112,9 @@ func (c *Client) call(ctx context.Context, what string, kind agentproto.Kind, re
 	if len(msg) > agentproto.MaxMessage {
 		return fmt.Errorf("%s: %w", what, &agentproto.Error{Code: agentproto.CodeBadRequest, Message: "the request is longer than 32 MiB; send less input"})
 	}
+	if ctx.Err() != nil { // else a guest that answers at once might be quicker
+		return fmt.Errorf("%s: %w", what, context.Cause(ctx))
+	}
 	cn, err := c.connection(ctx)
 	if err != nil {
 		return fmt.Errorf("%s: %w", what, err)
