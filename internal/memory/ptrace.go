@@ -124,11 +124,12 @@ func (r *remote) settle(ctx context.Context) error {
 			if err := unix.PtraceGetRegs(r.tid, &r.saved); err != nil {
 				return fmt.Errorf("read registers: %w", err)
 			}
-			if inSyscall(&r.saved) {
-				return r.useGate()
+			if inSyscall(&r.saved) && r.useGate() == nil {
+				return nil
 			}
 		}
-		// It was in its own code, or is about to take a signal: let it, until it makes its next call.
+		// It was in its own code, is about to take a signal, or comes back from one and stands where that had found it: let it, until it
+		// makes its next call.
 		if err := unix.PtraceSyscall(r.tid, s.deliver()); err != nil {
 			return fmt.Errorf("go on to its next system call: %w", err)
 		}
