@@ -3,7 +3,6 @@ package main
 import (
 	"bytes"
 	"context"
-	"encoding/binary"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -62,16 +61,8 @@ func newLiveDaemon(t *testing.T) *liveDaemon {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
-	kernel := make([]byte, 0x1000) // the header of a bzImage, as far as its version goes
-	copy(kernel[0x202:], "HdrS")
-	binary.LittleEndian.PutUint16(kernel[0x20e:], 0x600)
-	copy(kernel[0x800:], "6.1.0-test\x00")
-	rootfs := make([]byte, 0x2000)
-	binary.LittleEndian.PutUint32(rootfs[1024:], 0xE0F5E1E2) // erofs
-	for name, data := range map[string][]byte{"vmlinuz": kernel, "root.erofs": rootfs} {
-		if err := os.WriteFile(filepath.Join(dir, name), data, 0o600); err != nil {
-			t.Fatal(err)
-		}
+	if err := writeImageFiles(dir); err != nil {
+		t.Fatal(err)
 	}
 	if err := os.MkdirAll(dir+"/data", 0o700); err != nil {
 		t.Fatal(err)

@@ -137,16 +137,8 @@ func setupScript(env *testscript.Env, pythonPath string) error {
 	for name, value := range map[string]string{"D": dir, "FORKD_URL": filepath.Join(dir, "run", "forkd.sock"), "HOME": dir, "PYTHONPATH": pythonPath} {
 		env.Setenv(name, value)
 	}
-	kernel := make([]byte, 0x1000) // the header of a bzImage, as far as its version goes
-	copy(kernel[0x202:], "HdrS")
-	binary.LittleEndian.PutUint16(kernel[0x20e:], 0x600)
-	copy(kernel[0x800:], "6.1.0-test\x00")
-	rootfs := make([]byte, 0x2000)
-	binary.LittleEndian.PutUint32(rootfs[1024:], 0xE0F5E1E2) // erofs
-	for name, data := range map[string][]byte{"vmlinuz": kernel, "root.erofs": rootfs} {
-		if err := os.WriteFile(filepath.Join(env.WorkDir, name), data, 0o600); err != nil {
-			return err
-		}
+	if err := writeImageFiles(env.WorkDir); err != nil {
+		return err
 	}
 	return nil
 }
@@ -316,4 +308,20 @@ func checkContract(req *http.Request, resp *http.Response, body []byte) error {
 		Options: &openapi3filter.Options{IncludeResponseStatus: true}}
 	out.SetBodyBytes(body)
 	return openapi3filter.ValidateResponse(req.Context(), out)
+}
+
+// writeImageFiles writes what an image is built from: a kernel and a root file system that have nothing but their headers.
+func writeImageFiles(dir string) error {
+	kernel := make([]byte, 0x1000) // the header of a bzImage, as far as its version goes
+	copy(kernel[0x202:], "HdrS")
+	binary.LittleEndian.PutUint16(kernel[0x20e:], 0x600)
+	copy(kernel[0x800:], "6.1.0-test\x00")
+	rootfs := make([]byte, 0x2000)
+	binary.LittleEndian.PutUint32(rootfs[1024:], 0xE0F5E1E2) // erofs
+	for name, data := range map[string][]byte{"vmlinuz": kernel, "root.erofs": rootfs} {
+		if err := os.WriteFile(filepath.Join(dir, name), data, 0o600); err != nil {
+			return err
+		}
+	}
+	return nil
 }
