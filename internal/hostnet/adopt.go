@@ -24,7 +24,7 @@ func (n *Network) Adopt(pid int, p netpolicy.Policy) (*Slot, error) {
 		_ = ns.Close()
 		return nil, err
 	}
-	s := &Slot{net: n, ns: ns, denials: &denials{}, learned: map[string]map[netip.Addr]time.Time{}}
+	s := &Slot{net: n, ns: ns, denials: &denials{}, learned: newAnswers()}
 	if err := s.takeOver(p); err != nil {
 		s.let()
 		return nil, fmt.Errorf("network of process %d: %w", pid, err)
@@ -124,7 +124,8 @@ func (s *Slot) replaceUnknown(p netpolicy.Policy, mark uint32) error {
 	if err := s.net.openHost(s.number, next.named(), host); err != nil {
 		return err
 	}
-	for _, name := range []string{chainPolicy, chainCheck, chainPass, chainNames} {
+	s.conn.AddChain(&nftables.Chain{Name: chainReplies, Table: table()})
+	for _, name := range policyChains {
 		s.conn.FlushChain(&nftables.Chain{Name: name, Table: table()})
 	}
 	for _, c := range chains {
@@ -140,7 +141,7 @@ func (s *Slot) replaceUnknown(p netpolicy.Policy, mark uint32) error {
 	if err := s.limit(p.BandwidthMbit); err != nil {
 		return err
 	}
-	if err := next.replace(s.conn, nil, host, nil); err != nil {
+	if err := next.replace(s.conn, nil, host, s.learned); err != nil {
 		return err
 	}
 	s.applied = next
@@ -150,17 +151,16 @@ func (s *Slot) replaceUnknown(p netpolicy.Policy, mark uint32) error {
 	return err
 }
 
-// readLearned reads which addresses the domains have led to.
+// readLearned reads which addresses the domains have led to. Which of the names below a wildcard it was is not known any more.
 func (s *Slot) readLearned() error {
 	for _, d := range s.applied.domains {
 		elements, err := s.conn.GetSetElements(s.applied.domainSet(d))
 		if err != nil {
 			return fmt.Errorf("addresses of %s: %w", d, err)
 		}
-		s.learned[d] = map[netip.Addr]time.Time{}
 		for _, e := range elements {
 			if a, ok := netip.AddrFromSlice(e.Key); ok {
-				s.learned[d][a] = time.Now().Add(e.Expires)
+				s.learned.note(d, a, time.Now().Add(e.Expires))
 			}
 		}
 	}

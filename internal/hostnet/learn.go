@@ -40,7 +40,7 @@ func (s *Slot) mayAsk(name string) bool {
 }
 
 // learn lets the guest reach addresses that a name led to, by the rules that have the name. What is protected stays so: those rules come first,
-// and it is not even noted here.
+// and it is not even noted here. What a policy without that name has led to is remembered for the one that comes after it.
 func (s *Slot) learn(name string, addrs []netip.Addr, ttl time.Duration) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -48,49 +48,29 @@ func (s *Slot) learn(name string, addrs []netip.Addr, ttl time.Duration) error {
 		return net.ErrClosed
 	}
 	until := time.Now().Add(ttl + learnGrace)
-	for _, d := range s.applied.domains {
-		if !(netpolicy.Rule{Domain: d}).MatchName(name) {
+	for _, a := range addrs {
+		if netpolicy.IsProtected(a) {
 			continue
 		}
-		if s.learned[d] == nil {
-			s.learned[d] = map[netip.Addr]time.Time{}
-		}
-		for _, a := range addrs {
-			if netpolicy.IsProtected(a) || !s.learned[d][a].Before(until) {
+		for _, d := range s.applied.domains {
+			if !(netpolicy.Rule{Domain: d}).MatchName(name) || !s.learned.until(d, a).Before(until) {
 				continue
 			}
-			if err := s.learnOne(s.applied.domainSet(d), a, s.learned[d][a], until); err != nil {
+			if err := s.learnOne(s.applied.domainSet(d), a, until); err != nil {
 				return err
 			}
-			s.learned[d][a] = until
 		}
-		s.forgetOld(d)
+		s.learned.note(name, a, until)
 	}
 	return nil
 }
 
 // learnOne puts an address into a set, or makes it stay longer there. An element's time can't be changed everywhere: it is replaced, in one step.
-func (s *Slot) learnOne(set *nftables.Set, addr netip.Addr, was, until time.Time) error {
+func (s *Slot) learnOne(set *nftables.Set, addr netip.Addr, until time.Time) error {
 	element := []nftables.SetElement{{Key: addr.AsSlice(), Timeout: time.Until(until).Round(time.Millisecond)}}
-	if time.Until(was) > 0 {
-		err := errors.Join(s.conn.SetDeleteElements(set, element), s.conn.SetAddElements(set, element), s.conn.Flush())
-		if err == nil || !errors.Is(err, unix.ENOENT) {
-			return err
-		}
+	err := errors.Join(s.conn.SetDeleteElements(set, element), s.conn.SetAddElements(set, element), s.conn.Flush())
+	if errors.Is(err, unix.ENOENT) { // it is not there
+		err = errors.Join(s.conn.SetAddElements(set, element), s.conn.Flush())
 	}
-	return errors.Join(s.conn.SetAddElements(set, element), s.conn.Flush())
-}
-
-// forgetOld bounds what is remembered of a domain. The kernel forgets by itself.
-func (s *Slot) forgetOld(domain string) {
-	known := s.learned[domain]
-	if len(known) < maxLearned/2 {
-		return
-	}
-	now := time.Now()
-	for a, until := range known {
-		if until.Before(now) {
-			delete(known, a)
-		}
-	}
+	return err
 }

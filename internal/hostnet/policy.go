@@ -47,10 +47,21 @@ func (a *applied) domainSet(domain string) *nftables.Set {
 	return &nftables.Set{Table: table(), Name: fmt.Sprintf("%s%d-%d", domainSets, a.mark, a.set[domain]), HasTimeout: true, KeyType: nftables.TypeIPAddr, Size: maxLearned}
 }
 
-// domainSets is how names of those sets begin.
-const domainSets = "names-"
+// heldSet is the set of all addresses that a domain had led to when the policy was set: connections to them go on, as they do when the time of an
+// answer is over.
+func (a *applied) heldSet(domain string) *nftables.Set {
+	return &nftables.Set{Table: table(), Name: fmt.Sprintf("%s%d-%d", heldSets, a.mark, a.set[domain]), KeyType: nftables.TypeIPAddr}
+}
 
-func isDomainSet(name string) bool { return strings.HasPrefix(name, domainSets) }
+// How names of those sets begin.
+const (
+	domainSets = "names-"
+	heldSets   = "held-"
+)
+
+func isDomainSet(name string) bool {
+	return strings.HasPrefix(name, domainSets) || strings.HasPrefix(name, heldSets)
+}
 
 // seal is the name of an empty chain that says which policy a table holds, for a daemon that finds it.
 func (a *applied) seal() string {
@@ -73,15 +84,17 @@ func readSeal(chain string) (mark uint32, policy string, ok bool) {
 	return uint32(n), policy, ok && ok2 && err == nil
 }
 
-// replace makes a policy the one that a table holds, in one step. known are addresses that its domains lead to already.
-func (a *applied) replace(conn *nftables.Conn, old *applied, host []netip.Addr, known map[string]map[netip.Addr]time.Time) error {
+// replace makes a policy the one that a table holds, in one step. names are what the guest's names have led to so far.
+func (a *applied) replace(conn *nftables.Conn, old *applied, host []netip.Addr, names *answers) error {
 	r := &ruleset{conn: conn}
 	t := table()
-	for _, name := range []string{chainPolicy, chainCheck, chainPass, chainNames} {
+	conn.AddChain(&nftables.Chain{Name: chainReplies, Table: t}) // a table that an older daemon made has none
+	for _, name := range policyChains {
 		conn.FlushChain(&nftables.Chain{Name: name, Table: t})
 	}
 	for _, d := range a.domains {
-		r.note(conn.AddSet(a.domainSet(d), learnedElements(known[d])))
+		r.set(a.domainSet(d), learnedElements(names.live(d)))
+		r.set(a.heldSet(d), addrElements(names.all(d)))
 	}
 	a.addRules(r, t, host)
 	conn.AddChain(&nftables.Chain{Name: a.seal(), Table: t})
@@ -89,51 +102,77 @@ func (a *applied) replace(conn *nftables.Conn, old *applied, host []netip.Addr, 
 		conn.DelChain(&nftables.Chain{Name: old.seal(), Table: t})
 		for _, d := range old.domains {
 			conn.DelSet(old.domainSet(d))
+			conn.DelSet(old.heldSet(d))
 		}
 	}
 	return r.flush()
 }
 
-// addRules fills the chains that a policy is made of. Their order is what netpolicy says of what is protected.
+// policyChains are those that a policy fills.
+var policyChains = []string{chainPolicy, chainCheck, chainReplies, chainPass, chainNames}
+
+// addRules fills the chains that a policy is made of. A connection that passed it has its mark, and is not looked at again. One that has the mark
+// of an earlier policy is, whoever speaks first.
 func (a *applied) addRules(r *ruleset, t *nftables.Table, host []netip.Addr) {
 	if a.policy.IsNone() {
 		return
 	}
 	r.rule(t, chainNames, accept())
 	r.rule(t, chainPolicy, ctMark(a.mark), established(), accept())
+	for _, p := range []uint8{unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_ICMP} {
+		r.rule(t, chainPolicy, notIif(tapName), isReply(), ctMarked(), established(), l4proto(p), jump(chainReplies))
+	}
 	r.rule(t, chainPolicy, notIif(tapName), leave())
 	for _, kind := range []exprs{l4proto(unix.IPPROTO_TCP), l4proto(unix.IPPROTO_UDP), echoRequest()} {
 		r.rule(t, chainPolicy, kind, jump(chainCheck))
 	}
 	r.rule(t, chainPass, setCtMark(a.mark), accept())
+	a.addChecks(r, t, host, outward)
+	a.addChecks(r, t, host, inward)
+}
 
+// side is one way to look at a packet: where the other end stands in it, and what becomes of it if that is not allowed.
+type side struct {
+	chain      string
+	addr, port uint32 // offsets in the headers of network and transport
+	refuse     exprs
+}
+
+var (
+	outward = side{chainCheck, daddrOffset, dportOffset, goTo(chainDeny)}
+	inward  = side{chainReplies, saddrOffset, sportOffset, drop()}
+)
+
+// addChecks fills a chain with what may be reached. The order is what netpolicy says of what is protected.
+func (a *applied) addChecks(r *ruleset, t *nftables.Table, host []netip.Addr, at side) {
 	pass := func(to exprs, ru netpolicy.Rule) {
-		for _, p := range ports(ru) {
-			r.rule(t, chainCheck, to, p, goTo(chainPass))
+		for _, p := range at.ports(ru) {
+			r.rule(t, at.chain, to, p, goTo(chainPass))
 		}
 	}
 	for _, ru := range a.named() {
 		if namesHost(ru, host) {
-			pass(daddr(ru.Prefix), ru)
+			pass(address(at.addr, ru.Prefix), ru)
 		}
 	}
-	r.rule(t, chainCheck, daddrIn(hostElements()), goTo(chainDeny))
+	r.rule(t, at.chain, at.in(hostElements()), at.refuse)
 	for _, ru := range a.named() {
 		if ru.Prefix.IsValid() && netpolicy.NamesProtected(ru.Prefix) {
-			pass(daddr(ru.Prefix), ru)
+			pass(address(at.addr, ru.Prefix), ru)
 		}
 	}
-	r.rule(t, chainCheck, daddrIn(&nftables.Set{Name: protectedSet}), goTo(chainDeny))
+	r.rule(t, at.chain, at.in(&nftables.Set{Name: protectedSet}), at.refuse)
 	for _, ru := range a.rules {
 		switch {
 		case ru.Domain != "":
-			pass(daddrIn(a.domainSet(ru.Domain)), ru)
+			pass(at.in(a.domainSet(ru.Domain)), ru)
+			pass(rule(ctMarked(), established(), at.in(a.heldSet(ru.Domain))), ru)
 		case !netpolicy.NamesProtected(ru.Prefix):
-			pass(daddr(ru.Prefix), ru)
+			pass(address(at.addr, ru.Prefix), ru)
 		}
 	}
 	if a.policy.Mode == netpolicy.Open {
-		r.rule(t, chainCheck, goTo(chainPass))
+		r.rule(t, at.chain, goTo(chainPass))
 	}
 }
 

@@ -80,9 +80,12 @@ func field(offset, length uint32) expr.Any {
 	return &expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: length}
 }
 
+// Where addresses stand in the header of IPv4, and ports in those of TCP and UDP.
 const (
 	saddrOffset = 12
 	daddrOffset = 16
+	sportOffset = 0
+	dportOffset = 2
 )
 
 func daddr(p netip.Prefix) exprs { return address(daddrOffset, p) }
@@ -103,13 +106,16 @@ func notSaddr(a netip.Addr) exprs {
 	return exprs{field(saddrOffset, 4), compare(expr.CmpOpNeq, b[:])}
 }
 
-func daddrIn(s *nftables.Set) exprs {
-	return exprs{field(daddrOffset, 4), &expr.Lookup{SourceRegister: 1, SetName: s.Name, SetID: s.ID}}
+// in is about an address that is in a set.
+func (at side) in(s *nftables.Set) exprs {
+	return exprs{field(at.addr, 4), &expr.Lookup{SourceRegister: 1, SetName: s.Name, SetID: s.ID}}
 }
 
-// dport is about the port that TCP and UDP packets go to.
-func dport(low, high uint16) exprs {
-	load := &expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2}
+func dport(low, high uint16) exprs { return portRange(dportOffset, low, high) }
+
+// portRange is about a port of TCP and UDP packets.
+func portRange(offset uint32, low, high uint16) exprs {
+	load := &expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Offset: offset, Len: 2}
 	if low == high {
 		return exprs{load, compare(expr.CmpOpEq, binaryutil.BigEndian.PutUint16(low))}
 	}
@@ -125,7 +131,7 @@ func echoRequest() exprs {
 
 // ports are the rules' parts for what a rule of a policy says of ports and protocols: a packet must meet one of them. Preconditions: it is TCP,
 // UDP or a ping.
-func ports(r netpolicy.Rule) []exprs {
+func (at side) ports(r netpolicy.Rule) []exprs {
 	protos := []uint8{uint8(r.Proto)}
 	if r.Proto == netpolicy.Any {
 		if r.Low == 0 {
@@ -135,7 +141,7 @@ func ports(r netpolicy.Rule) []exprs {
 	}
 	var all []exprs
 	for _, p := range protos {
-		all = append(all, rule(l4proto(p), dport(r.Low, r.High)))
+		all = append(all, rule(l4proto(p), portRange(at.port, r.Low, r.High)))
 	}
 	return all
 }
@@ -152,6 +158,17 @@ func established() exprs {
 
 func ctMark(mark uint32) exprs {
 	return exprs{&expr.Ct{Key: expr.CtKeyMARK, Register: 1}, compare(expr.CmpOpEq, binaryutil.NativeEndian.PutUint32(mark))}
+}
+
+// ctMarked is about connections that passed some policy.
+func ctMarked() exprs {
+	return exprs{&expr.Ct{Key: expr.CtKeyMARK, Register: 1}, compare(expr.CmpOpNeq, make([]byte, 4))}
+}
+
+// isReply is about packets that go to who began a connection.
+func isReply() exprs {
+	const reply = 1 // IP_CT_DIR_REPLY
+	return exprs{&expr.Ct{Key: expr.CtKeyDIRECTION, Register: 1}, compare(expr.CmpOpEq, []byte{reply})}
 }
 
 func setCtMark(mark uint32) exprs {

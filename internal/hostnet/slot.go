@@ -9,7 +9,6 @@ import (
 	"os"
 	"runtime"
 	"sync"
-	"time"
 
 	"github.com/google/nftables"
 	"golang.org/x/sys/unix"
@@ -31,14 +30,14 @@ type Slot struct {
 	applied  *applied // nil: nothing yet, which is none
 	names    *resolver
 	denials  *denials // of names
-	learned  map[string]map[netip.Addr]time.Time
+	learned  *answers
 	limited  int // bandwidth that is set, in Mbit/s
 	released bool
 }
 
 // makeSlot makes a network that nothing passes.
 func (n *Network) makeSlot() (_ *Slot, err error) {
-	s := &Slot{net: n, denials: &denials{}, learned: map[string]map[netip.Addr]time.Time{}}
+	s := &Slot{net: n, denials: &denials{}, learned: newAnswers()}
 	if s.ns, s.tap, err = newNamespace(); err != nil {
 		return nil, err
 	}
@@ -190,11 +189,10 @@ func (s *Slot) setLocked(p netpolicy.Policy) error {
 	if err := next.replace(s.conn, s.applied, host, s.learned); err != nil {
 		return fmt.Errorf("network policy: %w", err)
 	}
+	was := s.applied
 	s.applied = next
-	for d := range s.learned {
-		if _, kept := next.set[d]; !kept {
-			delete(s.learned, d)
-		}
+	if was != nil {
+		s.endForbidden()
 	}
 	return nil
 }

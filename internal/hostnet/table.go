@@ -2,6 +2,7 @@ package hostnet
 
 import (
 	"net/netip"
+	"slices"
 	"time"
 
 	"github.com/google/nftables"
@@ -24,6 +25,7 @@ const (
 	chainForward = "forward"
 	chainPolicy  = "policy" // what replaces the policy fills it: who may pass
 	chainCheck   = "check"  // of those who may: where to
+	chainReplies = "replies" // of connections from before the policy: where from
 	chainPass    = "pass"
 	chainNames   = "names" // who may ask the resolver
 	chainDeny    = "deny"
@@ -65,6 +67,17 @@ func (r *ruleset) note(err error) {
 	}
 }
 
+// elementsAtOnce is how many elements of a set go into one message: its length has 16 bits.
+const elementsAtOnce = 256
+
+// set makes a set with elements.
+func (r *ruleset) set(s *nftables.Set, elements []nftables.SetElement) {
+	r.note(r.conn.AddSet(s, nil))
+	for some := range slices.Chunk(elements, elementsAtOnce) {
+		r.note(r.conn.SetAddElements(s, some))
+	}
+}
+
 func (r *ruleset) rule(t *nftables.Table, chain string, parts ...exprs) {
 	r.conn.AddRule(&nftables.Rule{Table: t, Chain: &nftables.Chain{Name: chain, Table: t}, Exprs: rule(parts...)})
 }
@@ -89,7 +102,7 @@ func makeTables(conn *nftables.Conn, host []netip.Addr) error {
 	protected := &nftables.Set{Table: t, Name: protectedSet, Interval: true, KeyType: nftables.TypeIPAddr}
 	r.note(conn.AddSet(protected, prefixElements(netpolicy.Protected())))
 
-	for _, name := range []string{chainPolicy, chainCheck, chainPass, chainNames, chainDeny} {
+	for _, name := range append([]string{chainDeny}, policyChains...) {
 		conn.AddChain(&nftables.Chain{Name: name, Table: t})
 	}
 	r.deny(t)

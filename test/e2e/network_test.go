@@ -93,14 +93,15 @@ func netTable(own, neighbour string) []try {
 	var all []try
 	add := func(word, way string, args ...any) { all = append(all, try{word, way, args}) }
 	// Names first: what they lead to is open afterwards.
-	for _, n := range []string{"good.test", "www.good.test", "bad.test", "rebind.good.test", "forged.good.test", "nowhere.good.test"} {
+	for _, n := range []string{"good.test", "www.good.test", "bad.test", "rebind.good.test", "forged.good.test", "nowhere.good.test", "odd.test"} {
 		add("name "+n, "name", n, 443)
 	}
-	for place, addr := range map[string]string{"good": goodAddr, "bad": badAddr, "meta": metaAddr, "lan": lanAddr, "host": hostAddr, "rogue": rogueAddr,
+	names := len(all)
+	for place, addr := range map[string]string{"good": goodAddr, "bad": badAddr, "odd": oddAddr, "meta": metaAddr, "lan": lanAddr, "host": hostAddr, "rogue": rogueAddr,
 		"gateway": "10.117.0.1", "next hop": "169.254.117.1", "own slot": own, "neighbour": neighbour, "loopback": "10.118.0.1"} {
 		add(place+" tcp 80", "tcp", addr, 80)
 		add(place+" tcp 8080", "tcp", addr, 8080)
-		add(place+" udp 443", "udp", addr, 443)
+		add(place+" udp 443", "udp", addr, 443) // as QUIC does
 		if place != "rogue" && place != "loopback" && place != "own slot" { // a ping that is refused costs its whole time
 			add(place+" ping", "ping", addr)
 		}
@@ -112,18 +113,18 @@ func netTable(own, neighbour string) []try {
 	add("dns rogue", "ask", rogueAddr, "good.test")
 	add("dns rogue tcp", "ask", rogueAddr, "good.test", true)
 	add("ipv6", "tcp", wideAddr, 80, 10)
-	slices.SortStableFunc(all[6:], func(a, b try) int { return strings.Compare(a.word, b.word) })
+	slices.SortStableFunc(all[names:], func(a, b try) int { return strings.Compare(a.word, b.word) })
 	return all
 }
 
 // What gets through with each policy; nothing else does.
 var (
-	allowed     = client.NetworkPolicy{Mode: api.NetworkPolicyModeAllow, Allow: []string{"good.test", "*.good.test:443/tcp", badAddr + ":8080/tcp"}}
-	allowedGets = []string{"name good.test", "name www.good.test", "name forged.good.test", "good tcp 80", "good tcp 8080", "good udp 443", "good ping",
+	allowed     = client.NetworkPolicy{Mode: api.NetworkPolicyModeAllow, Allow: []string{"good.test", "*.good.test:443/tcp", "odd.test:443/tcp", badAddr + ":8080/tcp"}}
+	allowedGets = []string{"name good.test", "name www.good.test", "name forged.good.test", "name odd.test", "good tcp 80", "good tcp 8080", "good udp 443", "good ping",
 		"bad tcp 8080", "dns good", "dns good tcp"}
 	open     = client.NetworkPolicy{Mode: api.NetworkPolicyModeOpen}
-	openGets = []string{"name good.test", "name www.good.test", "name forged.good.test", "name bad.test", "good tcp 80", "good tcp 8080", "good udp 443", "good ping",
-		"bad tcp 80", "bad tcp 8080", "bad udp 443", "bad ping", "rogue tcp 80", "rogue tcp 8080", "rogue udp 443",
+	openGets = []string{"name good.test", "name www.good.test", "name forged.good.test", "name bad.test", "name odd.test", "good tcp 80", "good tcp 8080", "good udp 443", "good ping",
+		"bad tcp 80", "bad tcp 8080", "bad udp 443", "bad ping", "odd tcp 80", "odd tcp 8080", "odd udp 443", "odd ping", "rogue tcp 80", "rogue tcp 8080", "rogue udp 443",
 		"dns good", "dns good tcp", "dns bad", "dns bad tcp", "dns rogue", "dns rogue tcp"}
 	nothing = client.NetworkPolicy{Mode: api.NetworkPolicyModeNone}
 )

@@ -24,7 +24,8 @@ type internet struct {
 	host, world string // names of the namespaces
 
 	mu   sync.Mutex
-	seen map[string]int // by server: how often somebody came
+	seen map[string]int            // by server: how often somebody came
+	held map[string]map[string]func(string) // by server and who came: how to say something to them
 }
 
 // Who is where.
@@ -32,6 +33,8 @@ const (
 	hostAddr  = "203.0.113.2"
 	goodAddr  = "198.51.100.10"
 	badAddr   = "198.51.100.20"
+	oddAddr   = "198.51.100.30" // of a name that is allowed for TCP only
+	briefAddr = "198.51.100.40" // of a name whose answers hold no time at all
 	rogueAddr = "198.51.100.53" // a resolver that says what it likes
 	metaAddr  = "169.254.169.254"
 	lanAddr   = "192.168.77.9"
@@ -42,6 +45,7 @@ const (
 // zone is what the resolver knows.
 var zone = map[string]string{
 	"good.test.": goodAddr, "www.good.test.": goodAddr, "bad.test.": badAddr, "rebind.good.test.": metaAddr, "forged.good.test.": goodAddr,
+	"odd.test.": oddAddr, "brief.test.": briefAddr,
 }
 
 func newInternet(t *testing.T) *internet {
@@ -49,7 +53,7 @@ func newInternet(t *testing.T) *internet {
 	if os.Geteuid() != 0 {
 		t.Skip("network namespaces need root")
 	}
-	n := &internet{t: t, host: fmt.Sprintf("fke-h%d", os.Getpid()), world: fmt.Sprintf("fke-w%d", os.Getpid()), seen: map[string]int{}}
+	n := &internet{t: t, host: fmt.Sprintf("fke-h%d", os.Getpid()), world: fmt.Sprintf("fke-w%d", os.Getpid()), seen: map[string]int{}, held: map[string]map[string]func(string){}}
 	for _, ns := range []string{n.host, n.world} {
 		n.ip("netns add " + ns)
 		t.Cleanup(func() { _ = exec.Command("ip", "netns", "del", ns).Run() })
@@ -60,11 +64,12 @@ func newInternet(t *testing.T) *internet {
 		"-n H addr add " + hostAddr + "/24 dev eth0", "-n H addr add 2001:db8:1::2/64 dev eth0 nodad", "-n H link set eth0 up", "-n H route add default via " + dnsAddr,
 		"-n W addr add " + dnsAddr + "/24 dev eth0", "-n W addr add " + wideAddr + "/64 dev eth0 nodad", "-n W link set eth0 up",
 		"-n W addr add " + goodAddr + "/32 dev lo", "-n W addr add " + badAddr + "/32 dev lo", "-n W addr add " + rogueAddr + "/32 dev lo",
+		"-n W addr add " + oddAddr + "/32 dev lo", "-n W addr add " + briefAddr + "/32 dev lo",
 		"-n W addr add " + metaAddr + "/32 dev lo", "-n W addr add " + lanAddr + "/32 dev lo",
 	} {
 		n.ip(strings.Replace(strings.Replace(args, "-n H ", "-n "+n.host+" ", 1), "-n W ", "-n "+n.world+" ", 1))
 	}
-	for _, addr := range []string{goodAddr, badAddr, rogueAddr, metaAddr, lanAddr} {
+	for _, addr := range []string{goodAddr, badAddr, oddAddr, briefAddr, rogueAddr, metaAddr, lanAddr} {
 		n.serve(n.world, addr, 80, 443, 8080)
 	}
 	n.serve(n.world, wideAddr, 80)
@@ -105,6 +110,24 @@ func (n *internet) visits(server string) int {
 	return n.seen[server]
 }
 
+func (n *internet) hold(server string, from net.Addr, say func(string)) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.held[server] == nil {
+		n.held[server] = map[string]func(string){}
+	}
+	n.held[server][from.String()] = say
+}
+
+// say has a server say something to all who ever came to it, unasked.
+func (n *internet) say(server, text string) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for _, say := range n.held[server] {
+		say(text)
+	}
+}
+
 // serve answers at an address: over TCP and UDP whoever comes gets back what was sent.
 func (n *internet) serve(ns, addr string, ports ...int) {
 	n.t.Helper()
@@ -135,6 +158,7 @@ func (n *internet) echoStreams(l net.Listener) {
 			return
 		}
 		n.note("tcp " + l.Addr().String())
+		n.hold("tcp "+l.Addr().String(), c.RemoteAddr(), func(text string) { _, _ = io.WriteString(c, text) })
 		go func() { defer c.Close(); _, _ = io.Copy(c, c) }()
 	}
 }
@@ -147,6 +171,7 @@ func (n *internet) echoPackets(p net.PacketConn) {
 			return
 		}
 		n.note("udp " + p.LocalAddr().String())
+		n.hold("udp "+p.LocalAddr().String(), from, func(text string) { _, _ = p.WriteTo([]byte(text), from) })
 		_, _ = p.WriteTo(buf[:size], from)
 	}
 }
@@ -172,7 +197,11 @@ func (n *internet) resolve(addr string, h dns.HandlerFunc) {
 }
 
 func record(name, addr string) dns.RR {
-	return &dns.A{Hdr: dns.RR_Header{Name: name, Rrtype: dns.TypeA, Class: dns.ClassINET, Ttl: 60}, A: net.ParseIP(addr)}
+	ttl := uint32(60)
+	if addr == briefAddr {
+		ttl = 0
+	}
+	return &dns.A{Hdr: dns.RR_Header{Name: name, Rrtype: dns.TypeA, Class: dns.ClassINET, Ttl: ttl}, A: net.ParseIP(addr)}
 }
 
 // honest answers from the zone; for one name it puts in a word for another one.
