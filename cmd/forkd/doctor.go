@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"log/slog"
 	"os/exec"
 	"time"
 
@@ -36,7 +37,7 @@ func (c *doctorCmd) Run(p *program) error {
 	}
 	options := hostcheck.Options{DataDir: c.Data, KVM: func(context.Context) error { return probeguest.Check() }}
 	options.Network = hostnet.Try
-	options.Firecracker = firecracker.New(firecracker.Options{Binary: c.Firecracker}).Describe
+	options.Firecracker = c.describeFirecracker
 	if _, err := exec.LookPath(binary); err == nil {
 		options.KVM = func(ctx context.Context) error { return qemu.KVMWorks(ctx, binary) }
 	}
@@ -65,4 +66,16 @@ func (p *program) printChecks(checks []hostcheck.Check, worst hostcheck.Status) 
 		}
 	}
 	return p.table([]string{"STATUS", "CHECK", "DETAIL"}, rows)
+}
+
+// describeFirecracker says what a daemon with these flags would run.
+func (c *doctorCmd) describeFirecracker(ctx context.Context) (string, error) {
+	users, err := c.confinement(slog.New(slog.DiscardHandler))
+	if err != nil {
+		return "", err
+	}
+	if err := c.checkJailer(ctx, users, slog.New(slog.DiscardHandler)); err != nil {
+		return "", err
+	}
+	return firecracker.New(firecracker.Options{Binary: c.Firecracker, Jailer: c.Jailer, Users: users}).Describe(ctx)
 }

@@ -24,6 +24,7 @@ type Spec struct {
 	Binary  string   // the monitor
 	Files   []string // more files and directories it needs, under their own names, each with its libraries; those that are not there are left out
 	Devices []string // devices that it may open; those that are not there are left out
+	Jailer  string   // Firecracker's jailer, through which the program is started; it makes /dev/kvm and no other device. "": none, we do all ourselves
 }
 
 // Cell is a place that processes can be started in.
@@ -33,6 +34,7 @@ type Cell struct {
 	libs   string   // where its libraries are
 	filter []unix.SockFilter
 	users  *Users
+	jailer *jailer // nil: none
 }
 
 // New makes a cell. Its processes get their user ids from users.
@@ -50,6 +52,12 @@ func New(spec Spec, users *Users) (*Cell, error) {
 		return nil, fmt.Errorf("confine %s: close what it is not given: %w", spec.Binary, err)
 	}
 	c := &Cell{binary: spec.Binary, users: users}
+	var err error
+	if spec.Jailer != "" {
+		if c.jailer, spec, err = newJailer(spec); err != nil {
+			return nil, fmt.Errorf("confine %s: %w", spec.Binary, err)
+		}
+	}
 	contents, libs, err := contentsOf(spec)
 	if err != nil {
 		return nil, fmt.Errorf("confine %s: %w", spec.Binary, err)
@@ -59,7 +67,7 @@ func New(spec Spec, users *Users) (*Cell, error) {
 		return nil, fmt.Errorf("confine %s: seccomp filter: %w", spec.Binary, err)
 	}
 	err = OnThread(func() error {
-		c.mounts, err = buildRoot(contents, spec.Devices)
+		c.mounts, err = c.buildRoot(contents, spec.Devices)
 		return err
 	})
 	if err != nil {
@@ -82,7 +90,7 @@ func advice(err error) string {
 // buildRoot makes the root of a cell and returns the mount namespace that holds it. It is run on a thread of its own.
 //
 // The root is put together on /proc, because that is there on every host, and in a namespace that nobody else sees.
-func buildRoot(contents, devices []string) (namespace *os.File, err error) {
+func (c *Cell) buildRoot(contents, devices []string) (namespace *os.File, err error) {
 	const top = procDir
 	err = run(
 		step{"mount namespace", func() error { return unix.Unshare(unix.CLONE_NEWNS | unix.CLONE_FS) }},
@@ -97,6 +105,12 @@ func buildRoot(contents, devices []string) (namespace *os.File, err error) {
 		step{"fill its root", func() error { return bindAll(top, contents) }},
 		step{"make its directories", func() error {
 			return errors.Join(os.Mkdir(top+workDir, 0o755), os.Mkdir(top+procDir, 0o755), os.Mkdir(top+devDir, 0o755))
+		}},
+		step{"fill its root", func() error {
+			if c.jailer == nil {
+				return nil
+			}
+			return c.jailer.fill(top)
 		}},
 		step{"make its root read-only", func() error {
 			attr := unix.MountAttr{Attr_set: unix.MOUNT_ATTR_RDONLY | unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NODEV}

@@ -3,7 +3,8 @@
 // A Cell is a root directory with the monitor's program, its libraries and firmware, and nothing else, read-only. It is made once, in a mount
 // namespace that a descriptor keeps; a process started in it has a copy of that namespace of its own, and pid, ipc, uts and network namespaces
 // of its own, a user id that no other process has, no capabilities, no_new_privs, and a seccomp filter beside the monitor's. What it needs
-// beside that it inherits as descriptors. Decision 0009 says why it is done this way.
+// beside that it inherits as descriptors. Decision 0009 says why it is done this way. A cell can also start its program through Firecracker's jailer,
+// which then makes the root and changes the user (decision 0012).
 //
 // This package knows neither monitors nor machines.
 package confine

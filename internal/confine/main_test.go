@@ -9,10 +9,15 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/internal/confine/jailertest"
 )
 
 // TestMain makes this test's binary the program that is confined, when it is asked to.
 func TestMain(m *testing.M) {
+	if jailertest.Is(os.Args[0]) {
+		os.Exit(jailertest.Main(os.Args))
+	}
 	if ask := os.Getenv("FORKD_CONFINE_PROBE"); ask != "" {
 		var q questions
 		if err := json.Unmarshal([]byte(ask), &q); err != nil {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -121,25 +122,43 @@ func (c *Cell) enter(cmd Command, dir int) error {
 		{"mount namespace", func() error { return unix.Setns(int(c.mounts.Fd()), unix.CLONE_NEWNS) }},
 		{"namespaces of its own", func() error { return unix.Unshare(own) }},
 		{"its name", func() error { return unix.Sethostname([]byte(hostName)) }},
-		// It is one of our pid namespace, in which the process sees itself: hidepid leaves it nothing else, since no other has its user id.
-		{"proc", func() error {
-			return unix.Mount("forkd", procDir, "proc", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "subset=pid,hidepid=ptraceable")
-		}},
 	}
-	if dir >= 0 {
-		steps = append(steps,
-			step{"its directory", func() error { return unix.MoveMount(dir, "", unix.AT_FDCWD, workDir, unix.MOVE_MOUNT_F_EMPTY_PATH) }},
-			step{"its directory", func() error {
-				attr := unix.MountAttr{Attr_set: unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NODEV | unix.MOUNT_ATTR_NOEXEC}
-				return unix.MountSetattr(unix.AT_FDCWD, workDir, 0, &attr)
-			}})
+	capabilities, filter := []uintptr(nil), c.filter
+	if c.jailer != nil {
+		steps = append(steps, c.jailer.makeJail(dir, showProc(jailRoot+procDir))...)
+		capabilities, filter = jailerCapabilities, nil // it may do more; what it starts gets the filter in its jail
+	} else {
+		steps = append(steps, showProc(procDir))
+		if dir >= 0 {
+			steps = append(steps, showDir(dir, workDir))
+		}
 	}
 	steps = append(steps,
-		step{"drop capabilities", dropBounding},
-		step{"no new privileges", func() error { return unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }},
-		step{"seccomp filter", func() error { return install(c.filter) }},
-	)
+		step{"drop capabilities", func() error { return dropBounding(capabilities) }},
+		step{"no new privileges", func() error { return unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }})
+	if filter != nil {
+		steps = append(steps, step{"seccomp filter", func() error { return install(filter) }})
+	}
 	return run(steps...)
+}
+
+// showProc mounts a proc file system. It is one of our pid namespace, in which the process sees itself: hidepid leaves it nothing else, since no
+// other has its user id.
+func showProc(at string) step {
+	return step{"proc", func() error {
+		return unix.Mount("forkd", at, "proc", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "subset=pid,hidepid=ptraceable")
+	}}
+}
+
+// showDir mounts the process's directory, an open mount.
+func showDir(dir int, at string) step {
+	return step{"its directory", func() error {
+		if err := unix.MoveMount(dir, "", unix.AT_FDCWD, at, unix.MOVE_MOUNT_F_EMPTY_PATH); err != nil {
+			return err
+		}
+		attr := unix.MountAttr{Attr_set: unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NODEV | unix.MOUNT_ATTR_NOEXEC}
+		return unix.MountSetattr(unix.AT_FDCWD, at, 0, &attr)
+	}}
 }
 
 // Enter brings this thread, and what it starts, into control groups of version 1, whose "tasks" files are given.
@@ -152,9 +171,13 @@ func Enter(tasks []*os.File) error {
 	return nil
 }
 
-// dropBounding takes from what this thread starts the capabilities that a program could bring with it. Those of the thread go with its user id.
-func dropBounding() error {
+// dropBounding takes from what this thread starts the capabilities that a program could bring with it, but for some. Those of the thread go with its
+// user id.
+func dropBounding(but []uintptr) error {
 	for c := range uintptr(unix.CAP_LAST_CAP + 1) {
+		if slices.Contains(but, c) {
+			continue
+		}
 		err := unix.Prctl(unix.PR_CAPBSET_DROP, c, 0, 0, 0)
 		if errors.Is(err, unix.EINVAL) { // an older kernel has fewer
 			return nil
@@ -168,19 +191,26 @@ func dropBounding() error {
 
 // spawn starts the program.
 func (c *Cell) spawn(cmd Command, uid uint32) (*os.Process, error) {
+	if c.jailer != nil {
+		return c.jailer.spawn(c, cmd, uid)
+	}
 	wd := "/"
 	if cmd.Dir != "" {
 		wd = workDir
-	}
-	env := cmd.Env
-	if c.libs != "" {
-		env = append(env[:len(env):len(env)], "LD_LIBRARY_PATH="+c.libs)
 	}
 	sys := &syscall.SysProcAttr{Setsid: true, PidFD: cmd.PidFD, Credential: &syscall.Credential{Uid: uid, Gid: uid, Groups: []uint32{}}}
 	if cmd.Cgroup != nil {
 		sys.UseCgroupFD, sys.CgroupFD = true, int(cmd.Cgroup.Fd())
 	}
-	return os.StartProcess(c.binary, append([]string{c.binary}, cmd.Args...), &os.ProcAttr{Dir: wd, Env: env, Files: cmd.Files, Sys: sys})
+	return os.StartProcess(c.binary, append([]string{c.binary}, cmd.Args...), &os.ProcAttr{Dir: wd, Env: c.environment(cmd.Env), Files: cmd.Files, Sys: sys})
+}
+
+// environment is the program's: its libraries may be where its loader does not look.
+func (c *Cell) environment(env []string) []string {
+	if c.libs == "" {
+		return env
+	}
+	return append(env[:len(env):len(env)], "LD_LIBRARY_PATH="+c.libs)
 }
 
 // oomScore makes the kernel choose a machine rather than the daemon or another program when the host is out of memory.

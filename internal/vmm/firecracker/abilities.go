@@ -10,7 +10,6 @@ import (
 	"os/exec"
 	"regexp"
 	"strconv"
-	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -76,16 +75,23 @@ func (e *Engine) Describe(ctx context.Context) (string, error) {
 		SaveDiff:      "a branch saves the device state with what has changed, which makes its pause longer: this version opens the memory's file first",
 		SaveFull:      "a branch saves the device state with all memory, which makes its pause long",
 	}[a.save]
-	return fmt.Sprintf("Firecracker %s (%s): %s", a.info.Version, a.info.Binary, how), nil
+	through := ""
+	if e.opt.Jailer != "" {
+		through = ", started through its jailer (" + e.opt.Jailer + ")"
+	}
+	return fmt.Sprintf("Firecracker %s (%s)%s: %s", a.info.Version, a.info.Binary, through, how), nil
 }
 
 func (e *Engine) probe(ctx context.Context) (*abilities, error) {
-	path, err := exec.LookPath(e.opt.Binary)
+	path, err := findBinary(e.opt.Binary)
 	if err != nil {
-		return nil, fmt.Errorf("no Firecracker (%s: %w): give it with --firecracker or FORKD_FIRECRACKER: %w", e.opt.Binary, err, vmm.ErrUnavailable)
+		return nil, fmt.Errorf("%w: %w", err, vmm.ErrUnavailable)
 	}
 	a, err := askVersion(ctx, path)
 	if err != nil {
+		return nil, fmt.Errorf("%w: %w", err, vmm.ErrUnavailable)
+	}
+	if err := e.checkJailer(ctx, a.info.Version); err != nil {
 		return nil, fmt.Errorf("%w: %w", err, vmm.ErrUnavailable)
 	}
 	if err := e.checkKVM(); err != nil {
@@ -108,21 +114,23 @@ func (e *Engine) probe(ctx context.Context) (*abilities, error) {
 	return a, nil
 }
 
+func findBinary(name string) (string, error) {
+	path, err := exec.LookPath(name)
+	if err != nil {
+		return "", fmt.Errorf("no Firecracker (%s: %w): give it with --firecracker or FORKD_FIRECRACKER", name, err)
+	}
+	return path, nil
+}
+
 // askVersion runs the binary for its version.
 func askVersion(ctx context.Context, path string) (*abilities, error) {
-	ctx, cancel := context.WithTimeout(ctx, callLimit)
-	defer cancel()
-	cmd := exec.CommandContext(ctx, path, "--version")
-	cmd.WaitDelay = time.Second
-	out, err := cmd.CombinedOutput()
-	m := versionLine.FindSubmatch(out)
+	m, said, err := version(ctx, versionLine, path)
 	if m == nil {
-		said, _, _ := strings.Cut(strings.TrimSpace(string(out)), "\n")
 		return nil, fmt.Errorf("%s --version: %.200q (%v): is it Firecracker?", path, said, err)
 	}
-	a := &abilities{info: vmm.Info{Engine: "firecracker", Version: string(m[1]), Accel: "kvm", Machine: "mmio", Binary: path}}
-	a.major, _ = strconv.Atoi(string(m[2]))
-	a.minor, _ = strconv.Atoi(string(m[3]))
+	a := &abilities{info: vmm.Info{Engine: "firecracker", Version: m[1], Accel: "kvm", Machine: "mmio", Binary: path}}
+	a.major, _ = strconv.Atoi(m[2])
+	a.minor, _ = strconv.Atoi(m[3])
 	if a.older(oldestMajor, oldestMinor) {
 		return nil, fmt.Errorf("%s is Firecracker %s, at least %d.%d is needed", path, m[1], oldestMajor, oldestMinor)
 	}
@@ -134,7 +142,7 @@ func (e *Engine) makeCell() (err error) {
 	if e.opt.Users == nil || e.cell != nil {
 		return nil
 	}
-	e.cell, err = confine.New(confine.Spec{Binary: e.opt.Binary, Devices: []string{probeguest.Device}}, e.opt.Users)
+	e.cell, err = confine.New(confine.Spec{Binary: e.opt.Binary, Files: e.shown, Devices: []string{probeguest.Device}, Jailer: e.opt.Jailer}, e.opt.Users)
 	return err
 }
 
@@ -222,6 +230,9 @@ func (e *Engine) trySaving(ctx context.Context, a *abilities) (err error) {
 	a.save = SaveStateOnly
 	trial := New(Options{Binary: e.opt.Binary, Bare: true, Serial: true, User: e.opt.User, Log: e.opt.Log})
 	trial.probed = a
+	if e.opt.Jailer != "" { // what else could be wrong with it is found out here
+		trial.opt.Jailer, trial.opt.User, trial.cell = e.opt.Jailer, vmproc.User{}, e.cell
+	}
 	if err := trial.tryParent(ctx, a, dir, kernel, ram, state); err != nil {
 		return err
 	}

@@ -40,6 +40,7 @@ type Options struct {
 	Save        SaveMode
 	User        vmproc.User    // whom Firecracker runs as when it is not confined; the zero value: the daemon's own
 	Users       *confine.Users // the user ids of monitors that are confined; nil: they are not
+	Jailer      string         // Firecracker's jailer, of the same version, to start each monitor through; needs Users. Empty: we confine it ourselves
 	TSCkHz      func() (uint64, error)
 	KVM         func() error // what this host's KVM is worth; default probeguest.Check
 	Log         *slog.Logger
@@ -65,6 +66,7 @@ type Engine struct {
 	mu     sync.Mutex
 	probed *abilities    // nil until probed
 	cell   *confine.Cell // what monitors are confined to; nil: they are not
+	shown  []string      // files that monitors see beside theirs, for tests
 
 	kernelMu sync.Mutex
 	kernel   unpackedKernel
@@ -228,7 +230,7 @@ func (c *command) inherit(f *os.File) int {
 
 // start runs a Firecracker and waits for its API. On an error nothing is left.
 func (e *Engine) start(ctx context.Context, c *command) (*session, error) {
-	s := &session{api: &api{dir: c.dir}, abilities: c.abilities, log: e.opt.Log}
+	s := &session{api: &api{dir: c.dir}, abilities: c.abilities, log: e.opt.Log, jailed: e.opt.Jailer != ""}
 	err := e.spawn(s, c)
 	if err == nil {
 		err = s.process.Record()
@@ -259,8 +261,7 @@ func (e *Engine) spawn(s *session, c *command) (err error) {
 		}
 		defer rootfs.Close()
 	}
-	start := vmproc.Command{Name: "Firecracker", Binary: e.opt.Binary, Dir: c.dir, Args: []string{"--api-sock", apiSocket, "--id", "forkd",
-		"--log-path", "/proc/self/fd/2", "--level", "Warning"}, Stdout: stdout, User: e.opt.User, Cell: e.cell, Cgroup: c.cgroup, WorkDir: true, Files: append([]*os.File{rootfs, s.state, c.memory}, c.more...)}
+	start := vmproc.Command{Name: "Firecracker", Binary: e.opt.Binary, Dir: c.dir, Args: e.arguments(), Stdout: stdout, User: e.opt.User, Cell: e.cell, Cgroup: c.cgroup, WorkDir: true, Files: append([]*os.File{rootfs, s.state, c.memory}, c.more...)}
 	if e.opt.Serial {
 		if start.Stdin, s.input, err = os.Pipe(); err != nil {
 			return errors.Join(err, output.Close())

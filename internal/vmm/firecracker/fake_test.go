@@ -21,6 +21,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/forkd/forkd/internal/confine/jailertest"
 	"github.com/forkd/forkd/internal/guest/agent"
 	"github.com/forkd/forkd/internal/vmm/probeguest"
 )
@@ -61,6 +62,9 @@ func newFake(t *testing.T, orders fakeOrders) string {
 }
 
 func TestMain(m *testing.M) {
+	if jailertest.Is(os.Args[0]) {
+		os.Exit(jailertest.Main(os.Args))
+	}
 	if filepath.Base(os.Args[0]) == DefaultBinary {
 		os.Exit(fakeMain())
 	}
@@ -69,7 +73,11 @@ func TestMain(m *testing.M) {
 
 func fakeMain() int {
 	var orders fakeOrders
-	b, err := os.ReadFile(filepath.Join(filepath.Dir(os.Args[0]), fakeOrdersFile))
+	path := os.Args[0]
+	if self, err := os.Executable(); err == nil && filepath.Dir(path) == "/" { // in a jail, where its orders are beside what was bound there
+		path = self
+	}
+	b, err := os.ReadFile(filepath.Join(filepath.Dir(path), fakeOrdersFile))
 	if err == nil {
 		err = json.Unmarshal(b, &orders)
 	}

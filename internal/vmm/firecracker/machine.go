@@ -38,6 +38,7 @@ type session struct {
 	state     *os.File // what Firecracker holds as fdState
 	abilities *abilities
 	log       *slog.Logger
+	jailed    bool // it is started through a jailer
 	memoryMiB int
 	parent    bool // its memory is Firecracker's own until it is frozen
 	running   gate // open while the guest runs
@@ -87,7 +88,10 @@ const (
 
 // awaitAPI connects as soon as Firecracker listens.
 func (s *session) awaitAPI(ctx context.Context) error {
-	const step = "wait for Firecracker's API"
+	step := "wait for Firecracker's API"
+	if s.jailed {
+		step = "start through the jailer, and " + step
+	}
 	ctx, cancel := context.WithTimeoutCause(ctx, callLimit, fmt.Errorf("it did not listen within %v: %w", callLimit, context.DeadlineExceeded))
 	defer cancel()
 	for look, pause := 0, firstLook; ; look++ {
