@@ -23,8 +23,8 @@ const (
 type Spec struct {
 	Binary  string   // the monitor
 	Files   []string // more files and directories it needs, under their own names, each with its libraries; those that are not there are left out
-	Devices []string // devices that it may open; those that are not there are left out
-	Jailer  string   // Firecracker's jailer, through which the program is started; it makes /dev/kvm and no other device. "": none, we do all ourselves
+	Devices []string // devices below /dev that it may open; those that are not there are left out
+	Jailer  string   // Firecracker's jailer, through which the program is started; it makes /dev/kvm, /dev/net/tun and no other device. "": none, we do all ourselves
 }
 
 // Cell is a place that processes can be started in.
@@ -94,6 +94,7 @@ func (c *Cell) buildRoot(contents, devices []string) (namespace *os.File, err er
 	const top = procDir
 	err = run(
 		step{"mount namespace", func() error { return unix.Unshare(unix.CLONE_NEWNS | unix.CLONE_FS) }},
+		step{"modes as they are given", func() error { unix.Umask(0); return nil }}, // of this thread only
 		step{"mount namespace", func() error {
 			namespace, err = os.Open("/proc/thread-self/ns/mnt")
 			return err
@@ -165,12 +166,12 @@ func makeDevices(dir string, devices []string) error {
 		} else if err != nil {
 			return fmt.Errorf("%s: %w", path, err)
 		}
-		at := filepath.Join(dir, filepath.Base(path))
+		at := filepath.Join(dir, strings.TrimPrefix(path, devDir))
+		if err := os.MkdirAll(filepath.Dir(at), 0o755); err != nil {
+			return err
+		}
 		if err := unix.Mknod(at, unix.S_IFCHR|0o666, int(st.Rdev)); err != nil {
 			return fmt.Errorf("%s: %w", path, err)
-		}
-		if err := os.Chmod(at, 0o666); err != nil { // whatever the umask
-			return err
 		}
 	}
 	return unix.Mount("", dir, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY|unix.MS_NOSUID|unix.MS_NOEXEC, "")

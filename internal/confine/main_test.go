@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/forkd/forkd/internal/confine/jailertest"
+	"github.com/forkd/forkd/internal/netns"
 )
 
 // TestMain makes this test's binary the program that is confined, when it is asked to.
@@ -82,6 +83,9 @@ func (j *jailed) end() {
 	}
 }
 
+// testDevices are those that monitors get.
+func testDevices() []string { return []string{"/dev/kvm", netns.TunDevice} }
+
 // newTestCell is a cell whose program is this test's binary.
 func newTestCell(t *testing.T) *Cell {
 	t.Helper()
@@ -92,7 +96,7 @@ func newTestCell(t *testing.T) *Cell {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c, err := New(Spec{Binary: self, Devices: []string{"/dev/kvm"}}, NewUsers(DefaultUIDs))
+	c, err := New(Spec{Binary: self, Devices: testDevices()}, NewUsers(DefaultUIDs))
 	if errors.Is(err, unix.EPERM) {
 		t.Skipf("this root may not make namespaces: %v", err)
 	}

@@ -1,6 +1,7 @@
 package confine
 
 import (
+	"errors"
 	"fmt"
 	"io/fs"
 	"net"
@@ -21,6 +22,7 @@ type questions struct {
 	Paths   []string // of the host: read and write them
 	Sockets []string // of Unix sockets, "@…" for abstract ones: connect to them
 	TCP     []string // addresses to connect to
+	Taps    []string // by name: open them
 }
 
 // answers are what a probe could do. What it could not is in Refused, with the reason.
@@ -74,6 +76,10 @@ func (q questions) answer() answers {
 			conn.Close()
 		}
 		a.try("connect to "+address, err)
+	}
+	for _, name := range append(q.Taps, "new%d") {
+		a.try("open the tap "+name, openTap(name, 0))
+		a.try("open the tap "+name+" as one of many queues", openTap(name, unix.IFF_MULTI_QUEUE))
 	}
 	a.kernel()
 	a.try("run a program", exec.Command("/bin/sh", "-c", "true").Run())
@@ -188,4 +194,21 @@ func connectUnix(path string) error {
 	}
 	defer unix.Close(fd)
 	return unix.Connect(fd, &unix.SockaddrUnix{Name: path})
+}
+
+// openTap opens a tap, or makes it. It stays open as long as the process lives.
+func openTap(name string, flags uint16) error {
+	fd, err := unix.Open("/dev/net/tun", unix.O_RDWR, 0)
+	if err != nil {
+		return err
+	}
+	req, err := unix.NewIfreq(name)
+	if err != nil {
+		return err
+	}
+	req.SetUint16(unix.IFF_TAP | unix.IFF_NO_PI | unix.IFF_VNET_HDR | flags)
+	if err := unix.IoctlIfreq(fd, unix.TUNSETIFF, req); err != nil {
+		return errors.Join(err, unix.Close(fd))
+	}
+	return nil
 }

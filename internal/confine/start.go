@@ -17,11 +17,12 @@ import (
 type Command struct {
 	Args   []string // without the program's name
 	Env    []string
-	Files  []*os.File // its descriptors from 0 on
-	Dir    string     // the one directory of the host that it may write to, its working directory; "": none, it works in /
-	NetNS  *os.File   // its network namespace; nil: one of its own, with nothing in it
-	Tasks  []*os.File // of control groups of version 1 that it is to be in
-	Cgroup *os.File   // directory of the control group of version 2 that it is to be in; nil: the daemon's
+	Files  []*os.File             // its descriptors from 0 on
+	Dir    string                 // the one directory of the host that it may write to, its working directory; "": none, it works in /
+	NetNS  *os.File               // its network namespace; nil: one of its own, with nothing in it
+	Give   func(uid uint32) error // makes what it will open by name its user's; nil: nothing is
+	Tasks  []*os.File             // of control groups of version 1 that it is to be in
+	Cgroup *os.File               // directory of the control group of version 2 that it is to be in; nil: the daemon's
 	PidFD  *int
 }
 
@@ -52,6 +53,11 @@ func (c *Cell) Start(cmd Command) (_ *os.Process, _ uint32, err error) {
 	for _, f := range cmd.Files {
 		if err := own(f, uid); err != nil {
 			return nil, 0, fmt.Errorf("confine %s: what it inherits: %w", c.binary, err)
+		}
+	}
+	if cmd.Give != nil {
+		if err := cmd.Give(uid); err != nil {
+			return nil, 0, fmt.Errorf("confine %s: %w", c.binary, err)
 		}
 	}
 	var p *os.Process
@@ -113,6 +119,7 @@ func (c *Cell) enter(cmd Command, dir int) error {
 	steps := []step{
 		{"control group", func() error { return Enter(cmd.Tasks) }},
 		{"leave the daemon's directory", func() error { return unix.Unshare(unix.CLONE_FS) }},
+		{"modes as they are given", func() error { unix.Umask(0o022); return nil }}, // of this thread and what it starts
 		{"network namespace", func() error {
 			if cmd.NetNS == nil {
 				return unix.Unshare(unix.CLONE_NEWNET)

@@ -27,6 +27,8 @@ package hostnet
 import (
 	"net"
 	"net/netip"
+
+	"github.com/forkd/forkd/internal/vmm"
 )
 
 // The network that every guest is in.
@@ -44,7 +46,7 @@ var (
 
 // Names of devices.
 const (
-	tapName    = "tap0"
+	tapName    = vmm.TapName
 	uplinkName = "up0"
 	hostPrefix = "fk" // of a slot's device on the host; its number follows
 )

@@ -162,6 +162,7 @@ func (n *Network) setUpUplink(ns *os.File, addr netip.Addr) error {
 		return fmt.Errorf("uplink: %w", err)
 	}
 	steps := []func() error{
+		func() error { return endOffloads(ns) },
 		func() error { return h.LinkSetUp(up) },
 		func() error { return h.AddrAdd(up, &netlink.Addr{IPNet: host32(addr)}) },
 		func() error { return h.NeighSet(neighbour(up, nextHop, hostMAC)) },

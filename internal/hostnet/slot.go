@@ -7,11 +7,9 @@ import (
 	"net"
 	"net/netip"
 	"os"
-	"runtime"
 	"sync"
 
 	"github.com/google/nftables"
-	"golang.org/x/sys/unix"
 
 	"github.com/forkd/forkd/internal/netns"
 	"github.com/forkd/forkd/internal/netpolicy"
@@ -23,7 +21,7 @@ type Slot struct {
 	net    *Network
 	number int
 	ns     *os.File
-	tap    *os.File // nil once the monitor has it, or when an earlier daemon gave it away
+	tap    *os.File // nil once the monitor has it, or when an earlier daemon gave it away; engines may close it
 
 	mu       sync.Mutex
 	conn     *nftables.Conn
@@ -64,55 +62,23 @@ func (n *Network) makeSlot() (_ *Slot, err error) {
 
 // newNamespace makes a namespace that only its file keeps alive, with a tap in it.
 func newNamespace() (ns, tap *os.File, err error) {
-	type made struct {
-		ns, tap *os.File
-		err     error
-	}
-	result := make(chan made)
-	go func() {
-		runtime.LockOSThread() // never unlocked: the thread ends with this goroutine
-		var m made
-		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
-			m.err = fmt.Errorf("make a network namespace: %w", err)
-		} else if m.ns, m.err = os.Open("/proc/thread-self/ns/net"); m.err == nil {
-			m.tap, m.err = openTap()
+	ns, err = netns.New(func() (err error) {
+		if tap, err = netns.OpenTap(vmm.TapName); err != nil {
+			return err
 		}
-		if m.err == nil {
-			m.err = setSysctls(namespaceSysctls)
-		}
-		result <- m
-	}()
-	m := <-result
-	if m.err != nil {
-		closeFile(m.ns)
-		closeFile(m.tap)
-		return nil, nil, m.err
+		return setSysctls(namespaceSysctls)
+	})
+	if err != nil {
+		closeFile(tap)
+		return nil, nil, err
 	}
-	return m.ns, m.tap, nil
+	return ns, tap, nil
 }
 
 func closeFile(f *os.File) {
 	if f != nil {
 		_ = f.Close()
 	}
-}
-
-// openTap makes the tap in the namespace of this thread. It is gone when nobody has it open.
-func openTap() (*os.File, error) {
-	fd, err := unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
-	if err != nil {
-		return nil, fmt.Errorf("open /dev/net/tun: %w", err)
-	}
-	req, err := unix.NewIfreq(tapName)
-	if err == nil {
-		req.SetUint16(unix.IFF_TAP | unix.IFF_NO_PI)
-		err = unix.IoctlIfreq(fd, unix.TUNSETIFF, req)
-	}
-	if err != nil {
-		_ = unix.Close(fd)
-		return nil, fmt.Errorf("make a tap: %w", err)
-	}
-	return os.NewFile(uintptr(fd), "tap"), nil
 }
 
 // namespaceSysctls are settings of a slot's namespace.

@@ -23,8 +23,8 @@ const (
 	deniedSet    = "denied"    // what was tried in vain: destination, protocol, port
 
 	chainForward = "forward"
-	chainPolicy  = "policy" // what replaces the policy fills it: who may pass
-	chainCheck   = "check"  // of those who may: where to
+	chainPolicy  = "policy"  // what replaces the policy fills it: who may pass
+	chainCheck   = "check"   // of those who may: where to
 	chainReplies = "replies" // of connections from before the policy: where from
 	chainPass    = "pass"
 	chainNames   = "names" // who may ask the resolver

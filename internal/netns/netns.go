@@ -1,5 +1,5 @@
-// Package netns runs code in network namespaces: what a thread creates while it is in one (a socket, a process, a tap) stays there. It makes and
-// names none; internal/hostnet does.
+// Package netns runs code in network namespaces: what a thread creates while it is in one (a socket, a process, a tap) stays there. It makes them,
+// and taps in them, and knows nothing of what they are for: internal/hostnet makes networks of them.
 package netns
 
 import (
@@ -30,4 +30,32 @@ func Do(ns *os.File, fn func() error) error {
 	}
 	runtime.UnlockOSThread()
 	return failed
+}
+
+// New makes a namespace, which lives as long as its file or a process in it, and runs setUp in it, which must not start goroutines that it expects
+// to be there as well.
+func New(setUp func() error) (*os.File, error) {
+	type made struct {
+		ns  *os.File
+		err error
+	}
+	result := make(chan made)
+	go func() {
+		runtime.LockOSThread() // never unlocked: the thread ends with this goroutine
+		var m made
+		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+			m.err = fmt.Errorf("make a network namespace: %w", err)
+		} else if m.ns, m.err = os.Open("/proc/thread-self/ns/net"); m.err == nil {
+			m.err = setUp()
+		}
+		result <- m
+	}()
+	m := <-result
+	if m.err != nil {
+		if m.ns != nil {
+			_ = m.ns.Close() // nothing is written to it
+		}
+		return nil, m.err
+	}
+	return m.ns, nil
 }

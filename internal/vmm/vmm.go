@@ -149,9 +149,12 @@ type Shape struct {
 // GuestMAC is the address of every machine's network device, which a snapshot has in its memory: each machine is in a network of its own.
 const GuestMAC = "02:f0:4b:d0:00:02"
 
+// TapName is the name of every machine's tap, which is the only one in its namespace: monitors that open taps by name keep it in device states.
+const TapName = "tap0"
+
 // NIC is what a machine's network device is plugged into.
 type NIC struct {
-	Tap   *os.File // an open tap, which the monitor inherits
+	Tap   *os.File // an open tap, TapName, which the monitor inherits, or opens by its name: the engine hands it over then, which closes it
 	NetNS *os.File // the network namespace that the monitor runs in
 }
 

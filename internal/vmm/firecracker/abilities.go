@@ -16,6 +16,7 @@ import (
 
 	"github.com/forkd/forkd/internal/confine"
 	"github.com/forkd/forkd/internal/hostcpu"
+	"github.com/forkd/forkd/internal/netns"
 	"github.com/forkd/forkd/internal/vmm"
 	"github.com/forkd/forkd/internal/vmm/probeguest"
 	"github.com/forkd/forkd/internal/vmm/vmproc"
@@ -142,7 +143,7 @@ func (e *Engine) makeCell() (err error) {
 	if e.opt.Users == nil || e.cell != nil {
 		return nil
 	}
-	e.cell, err = confine.New(confine.Spec{Binary: e.opt.Binary, Files: e.shown, Devices: []string{probeguest.Device}, Jailer: e.opt.Jailer}, e.opt.Users)
+	e.cell, err = confine.New(confine.Spec{Binary: e.opt.Binary, Files: e.shown, Devices: []string{probeguest.Device, netns.TunDevice}, Jailer: e.opt.Jailer}, e.opt.Users)
 	return err
 }
 
@@ -191,7 +192,7 @@ func (e *Engine) describe(info vmm.Info) (vmm.Info, error) {
 	if info.TSCkHz, err = e.opt.TSCkHz(); err != nil {
 		return info, fmt.Errorf("rate of the time stamp counter: %w", err)
 	}
-	info.Features = vmm.Features{Console: true, Layers: true, LayersLoaded: true}
+	info.Features = vmm.Features{Console: true, Layers: true, LayersLoaded: true, Net: true}
 	if f, err := os.OpenFile("/dev/userfaultfd", os.O_RDWR, 0); err == nil {
 		f.Close()
 		info.Features.Live = true

@@ -25,6 +25,7 @@ type bare struct {
 	shape vmm.Shape
 	image *memory.Image
 	state *os.File
+	nic   *vmm.NIC // of the next child
 }
 
 const bareMiB = 64
@@ -40,6 +41,11 @@ func testUsers() *confine.Users {
 // newBare boots and freezes a probe guest that has obeyed commands.
 func newBare(t *testing.T, opt Options, commands ...byte) *bare {
 	t.Helper()
+	return newBareOf(t, vmm.Shape{MemMiB: bareMiB, VCPUs: 1}, opt, commands...)
+}
+
+func newBareOf(t *testing.T, shape vmm.Shape, opt Options, commands ...byte) *bare {
+	t.Helper()
 	if err := probeguest.Accessible(); err != nil {
 		t.Skipf("no KVM: %v", err)
 	}
@@ -49,7 +55,7 @@ func newBare(t *testing.T, opt Options, commands ...byte) *bare {
 	} else {
 		opt.Users = testUsers()
 	}
-	b := &bare{Engine: New(opt), shape: vmm.Shape{MemMiB: bareMiB, VCPUs: 1}}
+	b := &bare{Engine: New(opt), shape: shape}
 	if _, err := b.Probe(t.Context()); err != nil {
 		t.Skipf("this host runs no Firecracker: %v", err)
 	}
@@ -62,7 +68,7 @@ func newBare(t *testing.T, opt Options, commands ...byte) *bare {
 	if err != nil {
 		t.Fatal(err)
 	}
-	parent, err := b.Boot(t.Context(), vmm.BootConfig{Dir: t.TempDir(), Shape: b.shape, Memory: ram, Kernel: kernel})
+	parent, err := b.Boot(t.Context(), vmm.BootConfig{Dir: t.TempDir(), Shape: b.shape, Memory: ram, Kernel: kernel, NIC: newNIC(t, b.shape)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -87,7 +93,7 @@ func newBare(t *testing.T, opt Options, commands ...byte) *bare {
 // child restores an image, with a userfaultfd if there is one.
 func (b *bare) child(t *testing.T, img *memory.Image, state *os.File) *machine {
 	t.Helper()
-	cfg := vmm.PrepareConfig{Dir: t.TempDir(), Shape: b.shape, Memory: img.Base()}
+	cfg := vmm.PrepareConfig{Dir: t.TempDir(), Shape: b.shape, Memory: img.Base(), NIC: b.nic}
 	if uffd, err := memory.OpenUFFD(); err == nil {
 		defer uffd.Close()
 		cfg.UFFD = uffd

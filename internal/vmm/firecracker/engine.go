@@ -127,15 +127,11 @@ func (e *Engine) boot(ctx context.Context, a *abilities, cfg vmm.BootConfig) (_ 
 	if cfg.Initramfs != nil {
 		boot.Initramfs = fdPath(c.inherit(cfg.Initramfs))
 	}
-	s, err := e.start(ctx, &c)
+	s, err := e.plugAndStart(ctx, &c, cfg.Shape, cfg.NIC)
 	if err != nil {
 		return nil, err
 	}
-	calls := []call{putMachine(cfg.Shape, e.opt.CPUTemplate, false), putBoot(boot), putVsock(), startInstance()}
-	if cfg.Rootfs != nil {
-		calls = append(calls[:2:2], putRootfs(), putVsock(), putEntropy(), startInstance())
-	}
-	for _, c := range calls {
+	for _, c := range e.bootCalls(cfg, boot) {
 		if err := s.do(ctx, c); err != nil {
 			return nil, s.fail(err)
 		}
@@ -144,6 +140,18 @@ func (e *Engine) boot(ctx context.Context, a *abilities, cfg vmm.BootConfig) (_ 
 	s.parent = true
 	s.running.set(true)
 	return s.machine(), nil
+}
+
+// bootCalls configure a parent and start it.
+func (e *Engine) bootCalls(cfg vmm.BootConfig, boot bootSource) []call {
+	calls := []call{putMachine(cfg.Shape, e.opt.CPUTemplate, false), putBoot(boot), putVsock()}
+	if cfg.Rootfs != nil { // probe guests have no drivers
+		calls = append(calls, putRootfs(), putEntropy())
+	}
+	if cfg.Shape.Net {
+		calls = append(calls, putNetwork())
+	}
+	return append(calls, startInstance())
 }
 
 // Prepare implements vmm.Engine. A Firecracker has no guest memory before a device state is loaded.
@@ -162,7 +170,7 @@ func (e *Engine) Prepare(ctx context.Context, cfg vmm.PrepareConfig) (vmm.Prepar
 	for _, l := range cfg.Layers {
 		c.layers = append(c.layers, c.inherit(l))
 	}
-	s, err := e.start(ctx, &c)
+	s, err := e.plugAndStart(ctx, &c, cfg.Shape, cfg.NIC)
 	if err != nil {
 		return nil, fmt.Errorf("prepare child: %w", err)
 	}
@@ -217,6 +225,7 @@ type command struct {
 	rootfs, memory *os.File
 	abilities      *abilities
 	cgroup         *vmm.Cgroup
+	nic            *vmm.NIC   // nil: it has no network device
 	more           []*os.File // from fdFree on
 	uffd           int
 	layers         []int
@@ -226,6 +235,19 @@ type command struct {
 func (c *command) inherit(f *os.File) int {
 	c.more = append(c.more, f)
 	return fdFree + len(c.more) - 1
+}
+
+// plugAndStart is start for a machine of that shape.
+func (e *Engine) plugAndStart(ctx context.Context, c *command, shape vmm.Shape, nic *vmm.NIC) (*session, error) {
+	if shape.Net {
+		var done func()
+		var err error
+		if c.nic, done, err = plug(nic); err != nil {
+			return nil, err
+		}
+		defer done()
+	}
+	return e.start(ctx, c)
 }
 
 // start runs a Firecracker and waits for its API. On an error nothing is left.
@@ -262,6 +284,9 @@ func (e *Engine) spawn(s *session, c *command) (err error) {
 		defer rootfs.Close()
 	}
 	start := vmproc.Command{Name: "Firecracker", Binary: e.opt.Binary, Dir: c.dir, Args: e.arguments(), Stdout: stdout, User: e.opt.User, Cell: e.cell, Cgroup: c.cgroup, WorkDir: true, Files: append([]*os.File{rootfs, s.state, c.memory}, c.more...)}
+	if c.nic != nil {
+		start.NetNS, start.Tap = c.nic.NetNS, c.nic.Tap
+	}
 	if e.opt.Serial {
 		if start.Stdin, s.input, err = os.Pipe(); err != nil {
 			return errors.Join(err, output.Close())

@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"hash/crc32"
 	"io"
 	"net"
 	"net/http"
@@ -109,6 +108,8 @@ type fake struct {
 	started  bool
 	running  bool
 	saved    bool
+	tap      int            // a descriptor
+	tapName  string         // "" without a network device
 	ran      bool           // the guest has run since it was loaded
 	deaf     bool           // nothing gets to the guest any more
 	guests   []*net.TCPConn // connections to the guest's agent
@@ -232,7 +233,9 @@ func rules() map[string]rule {
 		"PUT /drives/root": {required: []string{"drive_id", "is_root_device"}, when: "before",
 			optional: []string{"path_on_host", "is_read_only", "cache_type", "io_engine"},
 			do:       func(f *fake, b map[string]any) error { return openable(b, "path_on_host") }},
-		"PUT /vsock":           {required: []string{"guest_cid", "uds_path"}, optional: []string{"vsock_id"}, when: "before", do: (*fake).vsock},
+		"PUT /vsock": {required: []string{"guest_cid", "uds_path"}, optional: []string{"vsock_id"}, when: "before", do: (*fake).vsock},
+		"PUT /network-interfaces/net": {required: []string{"iface_id", "host_dev_name"}, when: "before", do: (*fake).network,
+			optional: []string{"guest_mac", "mtu", "rx_rate_limiter", "tx_rate_limiter"}},
 		"PUT /entropy":         {optional: []string{"rate_limiter"}, when: "before"},
 		"PUT /actions":         {required: []string{"action_type"}, when: "before", do: (*fake).start},
 		"PATCH /vm":            {required: []string{"state"}, when: "after", do: (*fake).setState},
@@ -365,8 +368,6 @@ func (f *fake) setState(b map[string]any) error {
 	return nil
 }
 
-const fakeState = "a device state of a fake Firecracker"
-
 func (f *fake) create(b map[string]any) error {
 	f.saved = true
 	openMemory := func() error {
@@ -381,8 +382,7 @@ func (f *fake) create(b map[string]any) error {
 			return err
 		}
 	}
-	state := fmt.Appendf(nil, "%s %08x", fakeState, crc32.ChecksumIEEE([]byte(fakeState)))
-	if err := os.WriteFile(b["snapshot_path"].(string), state, 0o600); err != nil {
+	if err := os.WriteFile(b["snapshot_path"].(string), encodeState(f.tapName), 0o600); err != nil {
 		return err
 	}
 	return openMemory()
@@ -396,8 +396,12 @@ func (f *fake) load(b map[string]any) error {
 	if err != nil {
 		return err
 	}
-	if want := fmt.Sprintf("%s %08x", fakeState, crc32.ChecksumIEEE([]byte(fakeState))); string(state) != want {
+	tap, ok := decodeState(state)
+	if !ok {
 		return errors.New("failed to restore from snapshot: CRC64 validation failed")
+	}
+	if err := f.openTap(tap); err != nil {
+		return err
 	}
 	backend := b["mem_backend"].(map[string]any)
 	if backend["backend_type"] != "File" {

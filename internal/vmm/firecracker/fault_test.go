@@ -21,6 +21,7 @@ type fakeHost struct {
 	kernel, initramfs, rootfs *os.File
 	ram, state                *os.File
 	shape                     vmm.Shape
+	nic                       *vmm.NIC // of the next machine
 }
 
 func newFakeHost(t *testing.T, orders fakeOrders, change ...func(*Options)) *fakeHost {
@@ -51,12 +52,12 @@ func newFakeHost(t *testing.T, orders fakeOrders, change ...func(*Options)) *fak
 
 // boot boots a parent.
 func (h *fakeHost) boot(ctx context.Context, dir string) (vmm.Machine, error) {
-	return h.Boot(ctx, vmm.BootConfig{Dir: dir, Shape: h.shape, Memory: h.ram, Kernel: h.kernel, Initramfs: h.initramfs, Rootfs: h.rootfs})
+	return h.Boot(ctx, vmm.BootConfig{Dir: dir, Shape: h.shape, NIC: h.nic, Memory: h.ram, Kernel: h.kernel, Initramfs: h.initramfs, Rootfs: h.rootfs})
 }
 
 // child restores a child.
 func (h *fakeHost) child(ctx context.Context, dir string) (vmm.Machine, error) {
-	p, err := h.Prepare(ctx, vmm.PrepareConfig{Dir: dir, Shape: h.shape, Memory: h.ram, Rootfs: h.rootfs})
+	p, err := h.Prepare(ctx, vmm.PrepareConfig{Dir: dir, Shape: h.shape, NIC: h.nic, Memory: h.ram, Rootfs: h.rootfs})
 	if err != nil {
 		return nil, err
 	}
@@ -67,6 +68,7 @@ func (h *fakeHost) child(ctx context.Context, dir string) (vmm.Machine, error) {
 func (h *fakeHost) freeze(t *testing.T) {
 	t.Helper()
 	good := newFakeHost(t, fakeOrders{})
+	good.shape = h.shape
 	m, err := good.boot(t.Context(), t.TempDir())
 	if err != nil {
 		t.Fatal(err)
@@ -102,6 +104,7 @@ func TestFaults(t *testing.T) {
 		{"PUT /drives/root", "attach the root file system", false},
 		{"PUT /vsock", "attach the vsock device", false},
 		{"PUT /entropy", "attach the entropy device", false},
+		{callNetwork, "attach the network device", false},
 		{"PUT /actions", "start the guest", false},
 		{"start", "wait for Firecracker's API", true},
 		{"PUT /snapshot/load", "load the device state", true},
@@ -109,14 +112,16 @@ func TestFaults(t *testing.T) {
 		{"PUT /snapshot/create", "save the device state", true},
 	}
 	causes := map[string]string{"kill": vmm.ErrGone.Error(), "stall": "deadline exceeded", "garbage": "malformed HTTP", "half": "unexpected EOF", "close": "EOF", "refuse": "ordered to refuse"}
+	limits := map[bool]time.Duration{true: time.Second, false: 20 * time.Second}
 	for _, s := range steps {
 		for _, kind := range faultKinds {
-			if s.call == "start" && kind != "kill" && kind != "stall" {
+			if s.call == "start" && kind != "kill" && kind != "stall" || s.call == callNetwork && !canHaveTaps() {
 				continue
 			}
 			who := map[bool]string{true: "child", false: "parent"}[s.child]
 			t.Run(who+" "+strings.ReplaceAll(s.call, "/", ":")+" "+kind, func(t *testing.T) {
 				h := newFakeHost(t, fakeOrders{Fault: s.call, Kind: kind})
+				h.shape.Net = canHaveTaps()
 				start := h.boot
 				if s.child {
 					h.freeze(t)
@@ -124,7 +129,8 @@ func TestFaults(t *testing.T) {
 				}
 				dir := t.TempDir()
 				before := processes(t)
-				ctx, cancel := context.WithTimeout(t.Context(), 700*time.Millisecond)
+				h.nic = newNIC(t, h.shape)
+				ctx, cancel := context.WithTimeout(t.Context(), limits[kind == "stall"])
 				defer cancel()
 				m, err := start(ctx, dir)
 				if err == nil {
@@ -137,6 +143,7 @@ func TestFaults(t *testing.T) {
 					t.Errorf("got %v, want an error about %q and %q", err, s.step, causes[kind])
 				}
 				checkNothingLeft(t, dir, before)
+				checkNetworkLeft(t, h.nic)
 			})
 		}
 	}

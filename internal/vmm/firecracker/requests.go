@@ -31,6 +31,11 @@ type (
 		CID  uint32 `json:"guest_cid"`
 		Path string `json:"uds_path"`
 	}
+	networkInterface struct {
+		ID  string `json:"iface_id"`
+		Tap string `json:"host_dev_name"`
+		MAC string `json:"guest_mac"`
+	}
 	entropyDevice struct{}
 	action        struct {
 		Type string `json:"action_type"`
@@ -97,6 +102,10 @@ func putRootfs() call {
 
 func putVsock() call {
 	return call{step: "attach the vsock device", method: "PUT", path: "/vsock", body: vsockDevice{CID: guestCID, Path: vsockSocket}}
+}
+
+func putNetwork() call {
+	return call{step: "attach the network device", method: "PUT", path: "/network-interfaces/net", body: networkInterface{ID: "net", Tap: vmm.TapName, MAC: vmm.GuestMAC}}
 }
 
 func putEntropy() call {

@@ -32,7 +32,7 @@ func (s *session) load(ctx context.Context, state *os.File) error {
 	}
 	err := s.do(ctx, loadSnapshot(request))
 	var refused *refusal
-	if errors.As(err, &refused) {
+	if errors.As(err, &refused) && !refused.aboutTap() {
 		return fmt.Errorf("%w: %w", err, vmm.ErrIncompatible)
 	}
 	if errors.Is(err, vmm.ErrGone) && s.process.Status != "signal: killed" { // it ended by itself: it can't make sense of the state

@@ -73,6 +73,7 @@ func Run(t *testing.T, h Harness) {
 		t.Fatalf("Probe: %v", err)
 	}
 	s.info = info
+	s.addNetwork()
 	t.Run("Probe", s.testProbe)
 	t.Run("InvalidConfig", s.testInvalidConfig)
 	t.Run("BootCancelled", s.testBootCancelled)
@@ -102,6 +103,7 @@ func Run(t *testing.T, h Harness) {
 	t.Run("GarbageState", s.testGarbageState)
 	t.Run("Console", s.testConsole)
 	t.Run("SendFile", s.testSendFile)
+	t.Run("Network", s.testNetwork)
 	t.Run("RandomSequence", s.testRandomSequence)
 	t.Run("NoLeaks", s.testNoLeaks)
 	t.Run("TemplateUnchanged", s.testTemplateUnchanged)

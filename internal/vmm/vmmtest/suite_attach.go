@@ -89,6 +89,7 @@ type daemonOrder struct {
 	Dir    string
 	Cut    int // how many bytes of a last request it gets out; 0: it makes none
 	Paused bool
+	Net    bool // its machines have network devices
 }
 
 func (s *suite) testAttachAfterDaemonDied(t *testing.T) {
@@ -104,7 +105,7 @@ func (s *suite) testAttachAfterDaemonDied(t *testing.T) {
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
-			tt.order.Dir = runDir(t)
+			tt.order.Dir, tt.order.Net = runDir(t), s.h.Shape.Net
 			proc := s.runDaemon(t, tt.order)
 			m, err := s.h.Engine.Attach(s.step(t), proc)
 			if err != nil {
@@ -180,6 +181,7 @@ func playDaemonIfAsked(t *testing.T, s *suite) bool {
 	if err := json.Unmarshal([]byte(config), &order); err != nil {
 		t.Fatal(err)
 	}
+	s.h.Shape.Net = order.Net
 	s.template = template{ram: os.NewFile(3, "ram"), state: os.NewFile(4, "state")}
 	report := os.NewFile(5, "report")
 	proc, err := s.daemon(t, order)

@@ -25,6 +25,7 @@ type Command struct {
 	User    User          // the zero value: ours; a cell has users of its own
 	Cgroup  *vmm.Cgroup   // the control group to run in; nil: ours
 	NetNS   *os.File      // the network namespace to run in; nil: ours, or one of its own in a cell
+	Tap     *os.File      // of NetNS, which it opens by its name, and is closed here; nil: none
 }
 
 // User is who a monitor runs as. A user other than root has no capabilities.
@@ -94,6 +95,9 @@ func (c Command) start(p *Process, stderr *os.File) (err error) {
 	if c.WorkDir {
 		start.Dir = c.Dir
 	}
+	if c.Tap != nil {
+		start.Give = func(uid uint32) error { return netns.HandOver(c.Tap, uid) }
+	}
 	p.users = c.Cell.Users()
 	p.child, p.uid, err = c.Cell.Start(start)
 	return err
@@ -112,6 +116,15 @@ func (c Command) startOpen(env []string, files []*os.File, pidfd *int) (*os.Proc
 			return nil, err
 		}
 		defer leave()
+	}
+	if c.Tap != nil {
+		uid := uint32(os.Geteuid())
+		if c.User != (User{}) {
+			uid = c.User.UID
+		}
+		if err := netns.HandOver(c.Tap, uid); err != nil {
+			return nil, fmt.Errorf("start %s: %w", c.Name, err)
+		}
 	}
 	var child *os.Process
 	start := func() (err error) {
