@@ -40,8 +40,7 @@ func New(setUp func() error) (*os.File, error) {
 		err error
 	}
 	result := make(chan made)
-	go func() {
-		runtime.LockOSThread() // never unlocked: the thread ends with this goroutine
+	go onThread(func() {
 		var m made
 		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 			m.err = fmt.Errorf("make a network namespace: %w", err)
@@ -49,7 +48,7 @@ func New(setUp func() error) (*os.File, error) {
 			m.err = setUp()
 		}
 		result <- m
-	}()
+	})
 	m := <-result
 	if m.err != nil {
 		if m.ns != nil {
@@ -58,4 +57,22 @@ func New(setUp func() error) (*os.File, error) {
 		return nil, m.err
 	}
 	return m.ns, nil
+}
+
+// onThread runs do on a thread that ends with this goroutine, which must end then.
+func onThread(do func()) {
+	runtime.LockOSThread()
+	if unix.Gettid() != os.Getpid() {
+		do() // the thread stays locked
+		return
+	}
+	// The first thread never ends: it would keep the namespace, and be in it for all that ask where this process is. While it is held here the next
+	// one is another.
+	defer runtime.UnlockOSThread()
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		onThread(do)
+	}()
+	<-done
 }
