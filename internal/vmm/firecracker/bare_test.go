@@ -205,8 +205,22 @@ func TestBareEnds(t *testing.T) {
 	}
 }
 
+// TestBareAttach takes a machine over as a daemon does that was started again, in each way to save its state, and through the jailer if there is one.
 func TestBareAttach(t *testing.T) {
-	b := newBare(t, Options{})
+	options := map[string]Options{}
+	for _, mode := range []SaveMode{SaveStateOnly, SaveDiff, SaveFull} {
+		options[string(mode)] = Options{Save: mode}
+	}
+	if jailer := os.Getenv("FORKD_JAILER"); jailer != "" {
+		options["jailed"] = Options{Jailer: jailer}
+	}
+	for name, opt := range options {
+		t.Run(name, func(t *testing.T) { attachBare(t, opt) })
+	}
+}
+
+func attachBare(t *testing.T, opt Options) {
+	b := newBare(t, opt)
 	m := b.child(t, b.image, b.state)
 	resume(t, m)
 	ask(t, m, []byte{probeguest.Echo}, probeguest.Echo)
@@ -217,10 +231,8 @@ func TestBareAttach(t *testing.T) {
 	}
 	other := again.(*machine)
 	defer other.session.letGo()
-	for _, step := range []func(context.Context) error{other.Pause, func(ctx context.Context) error { return other.SaveState(ctx, tempFile(t)) }, other.Resume} {
-		if err := step(t.Context()); err != nil {
-			t.Error(err)
-		}
+	if err := life(t.Context(), other, tempFile(t)); err != nil {
+		t.Error(err)
 	}
 }
 

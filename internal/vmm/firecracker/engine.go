@@ -200,6 +200,9 @@ func (e *Engine) Attach(ctx context.Context, id vmm.Process) (_ vmm.Machine, err
 	if s.state, err = os.OpenFile(fmt.Sprintf("/proc/%d/fd/%d", id.PID, fdState), os.O_RDWR, 0); err != nil {
 		return nil, fmt.Errorf("its state file: %w", err)
 	}
+	if err := s.findScratch(id.PID); err != nil {
+		return nil, err
+	}
 	var info instanceInfo
 	if err := s.do(ctx, getInstance(&info)); err != nil {
 		return nil, err
@@ -268,6 +271,9 @@ func (e *Engine) start(ctx context.Context, c *command) (*session, error) {
 
 func (e *Engine) spawn(s *session, c *command) (err error) {
 	if s.state, err = newState(); err != nil {
+		return err
+	}
+	if err := s.addScratch(c); err != nil {
 		return err
 	}
 	output, inherited, stdout, err := consolePipe()

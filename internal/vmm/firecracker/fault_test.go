@@ -149,24 +149,26 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// TestRefusalLeavesTheMachine: a machine whose pause, save or resume was refused goes on when it is told to.
+// TestRefusalLeavesTheMachine: a machine whose pause, save or resume was refused goes on when it is told to, however its state is saved.
 func TestRefusalLeavesTheMachine(t *testing.T) {
-	for _, call := range []string{"PATCH /vm", "PUT /snapshot/create"} {
-		t.Run(strings.ReplaceAll(call, "/", ":"), func(t *testing.T) {
-			h := newFakeHost(t, fakeOrders{Fault: call, Kind: "refuse"})
-			h.freeze(t)
-			m, err := h.child(t.Context(), t.TempDir())
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer m.Kill()
-			if err := life(t.Context(), m, tempFile(t)); err == nil {
-				t.Error("the first time: no error")
-			}
-			if err := life(t.Context(), m, tempFile(t)); err != nil {
-				t.Errorf("the second time: %v", err)
-			}
-		})
+	for _, mode := range []SaveMode{SaveStateOnly, SaveDiff, SaveFull} {
+		for _, call := range []string{"PATCH /vm", "PUT /snapshot/create"} {
+			t.Run(string(mode)+" "+strings.ReplaceAll(call, "/", ":"), func(t *testing.T) {
+				h := newFakeHost(t, fakeOrders{Fault: call, Kind: "refuse"}, func(o *Options) { o.Save = mode })
+				h.freeze(t)
+				m, err := h.child(t.Context(), t.TempDir())
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer m.Kill()
+				if err := life(t.Context(), m, tempFile(t)); err == nil {
+					t.Error("the first time: no error")
+				}
+				if err := life(t.Context(), m, tempFile(t)); err != nil {
+					t.Errorf("the second time: %v", err)
+				}
+			})
+		}
 	}
 }
 
@@ -186,7 +188,8 @@ func TestBadInput(t *testing.T) {
 		{"no binary", fakeOrders{}, other("/no/such/firecracker"), "FORKD_FIRECRACKER"},
 		{"a text file", fakeOrders{}, other(text), "is it Firecracker?"},
 		{"another program", fakeOrders{}, other("/bin/true"), "is it Firecracker?"},
-		{"too old", fakeOrders{Version: "1.7.0"}, func(*Options) {}, "at least 1.12 is needed"},
+		{"too old", fakeOrders{Version: "1.11.0"}, func(*Options) {}, "is Firecracker 1.11.0, at least 1.12 is needed"},
+		{"much too old", fakeOrders{Version: "0.25.2"}, func(*Options) {}, "at least 1.12 is needed"},
 		{"no KVM", fakeOrders{}, noKVM(probeguest.ErrNoKVM), "KVM runs no guest"},
 		{"no stock kernel", fakeOrders{}, noKVM(probeguest.ErrNoStockKernel), "can't run a stock kernel"},
 	} {

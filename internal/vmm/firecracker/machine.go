@@ -36,6 +36,7 @@ type session struct {
 	console   *console
 	input     *os.File // the guest's serial port; nil: it reads nothing
 	state     *os.File // what Firecracker holds as fdState
+	scratch   scratch  // for memory that is saved with a state
 	abilities *abilities
 	log       *slog.Logger
 	jailed    bool // it is started through a jailer
@@ -170,9 +171,9 @@ func (s *session) letGo() {
 }
 
 func (s *session) closeFiles() {
-	for _, f := range []*os.File{s.state, s.input} {
+	for _, f := range []*os.File{s.state, s.input, s.scratch.file} {
 		if f != nil {
-			_ = f.Close() // a memfd and a pipe: nothing can be lost
+			_ = f.Close() // memfds and a pipe: nothing can be lost
 		}
 	}
 }

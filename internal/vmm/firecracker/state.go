@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 
 	"github.com/forkd/forkd/internal/vmm"
@@ -107,14 +108,57 @@ func (s *session) saveStateOnly(ctx context.Context) error {
 
 // saveWithMemory has memory written to a file that is thrown away.
 func (s *session) saveWithMemory(ctx context.Context, kind string) error {
-	scratch, err := os.CreateTemp(s.api.dir, "memory-")
+	if s.scratch.file == nil {
+		return errors.New("save the device state: this machine was started by a daemon that saved states without memory, which is not possible any more")
+	}
+	err := s.do(ctx, createSnapshot(kind, fdPath(s.scratch.fd), saveLimit(s.memoryMiB)))
+	if dropped := s.scratch.file.Truncate(0); dropped != nil {
+		err = errors.Join(err, fmt.Errorf("drop the memory that was saved with the state: %w", dropped))
+	}
+	return err
+}
+
+// scratch is what memory is written to that Firecracker does not save a state without: a memfd, so that a pause does not wait for a disk. While
+// it is written it counts as the monitor's memory.
+type scratch struct {
+	file *os.File // nil: none is needed
+	fd   int      // Firecracker's number of it
+}
+
+const scratchName = "scratch"
+
+// addScratch has a Firecracker inherit a scratch file, if it needs one.
+func (s *session) addScratch(c *command) (err error) {
+	if s.abilities.save == SaveStateOnly {
+		return nil
+	}
+	if s.scratch.file, err = memfdOf(scratchName, nil); err != nil {
+		return fmt.Errorf("file for saved memory: %w", err)
+	}
+	s.scratch.fd = c.inherit(s.scratch.file)
+	return nil
+}
+
+// findScratch finds the scratch file of a Firecracker that an earlier daemon started.
+func (s *session) findScratch(pid int) error {
+	if s.abilities.save == SaveStateOnly {
+		return nil
+	}
+	dir := fmt.Sprintf("/proc/%d/fd", pid)
+	entries, err := os.ReadDir(dir)
 	if err != nil {
-		return fmt.Errorf("save the device state: %w", err)
+		return err
 	}
-	defer os.Remove(scratch.Name())
-	defer scratch.Close()
-	if err := scratch.Chmod(0o666); err != nil { // Firecracker may be another user; nobody else gets into the directory
-		return fmt.Errorf("save the device state: %w", err)
+	for _, e := range entries {
+		path := filepath.Join(dir, e.Name())
+		if target, err := os.Readlink(path); err != nil || !strings.HasPrefix(target, "/memfd:forkd-"+scratchName) {
+			continue
+		}
+		if s.scratch.fd, err = strconv.Atoi(e.Name()); err != nil {
+			return err
+		}
+		s.scratch.file, err = os.OpenFile(path, os.O_RDWR, 0)
+		return err
 	}
-	return s.do(ctx, createSnapshot(kind, filepath.Base(scratch.Name()), saveLimit(s.memoryMiB)))
+	return nil
 }
