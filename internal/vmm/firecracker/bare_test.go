@@ -26,6 +26,7 @@ type bare struct {
 	image *memory.Image
 	state *os.File
 	nic   *vmm.NIC // of the next child
+	plain bool     // children can't make a userfaultfd
 }
 
 const bareMiB = 64
@@ -94,7 +95,7 @@ func newBareOf(t *testing.T, shape vmm.Shape, opt Options, commands ...byte) *ba
 func (b *bare) child(t *testing.T, img *memory.Image, state *os.File) *machine {
 	t.Helper()
 	cfg := vmm.PrepareConfig{Dir: t.TempDir(), Shape: b.shape, Memory: img.Base(), NIC: b.nic}
-	if uffd, err := memory.OpenUFFD(); err == nil {
+	if uffd, err := memory.OpenUFFD(); err == nil && !b.plain {
 		defer uffd.Close()
 		cfg.UFFD = uffd
 	}
@@ -272,17 +273,54 @@ func TestBareBranch(t *testing.T) {
 	}
 }
 
+// TestBareFallback: where a monitor's memory can't be protected from outside, a branch copies what changed in its pause, and is of one instant as well.
+func TestBareFallback(t *testing.T) {
+	for _, mode := range []SaveMode{SaveStateOnly, SaveDiff} {
+		t.Run(string(mode), func(t *testing.T) {
+			b := newBare(t, Options{Save: mode})
+			b.plain = true
+			source := b.child(t, b.image, b.state)
+			resume(t, source)
+			ask(t, source, probeguest.Command(probeguest.Work, 4<<20/memory.PageSize), probeguest.Work)
+			state := tempFile(t)
+			got, err := memory.Capture(t.Context(), memory.Target{Process: source.Process(), Image: b.image}, saving(source, state), memory.CaptureOptions{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got.Mode != memory.ModeDiff || got.Warning == "" {
+				t.Errorf("mode %s, warning %q; want %s, and why", got.Mode, got.Warning, memory.ModeDiff)
+			}
+			next, err := b.image.Derive(got.Layer)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer next.Close()
+			for _, m := range []*machine{source, b.child(t, next, state)} {
+				resume(t, m)
+				_, before := torn(t, m)
+				for round := before; round < before+2; {
+					_, round = torn(t, m)
+				}
+				if pages, _ := torn(t, m); pages > 0 {
+					t.Errorf("%d torn pages", pages)
+				}
+			}
+		})
+	}
+}
+
+// saving are the hooks of a branch.
+func saving(source *machine, state *os.File) memory.Hooks {
+	return memory.Hooks{Pause: func(ctx context.Context) error {
+		return errors.Join(source.Pause(ctx), source.SaveState(ctx, state))
+	}, Resume: source.Resume}
+}
+
 // branch freezes a running child.
 func branch(t *testing.T, source *machine, img *memory.Image) (*memory.Image, *os.File) {
 	t.Helper()
 	state := tempFile(t)
-	hooks := memory.Hooks{
-		Pause: func(ctx context.Context) error {
-			return errors.Join(source.Pause(ctx), source.SaveState(ctx, state))
-		},
-		Resume: source.Resume,
-	}
-	got, err := memory.Capture(t.Context(), memory.Target{Process: source.Process(), Image: img}, hooks, memory.CaptureOptions{Mode: memory.ModeLive})
+	got, err := memory.Capture(t.Context(), memory.Target{Process: source.Process(), Image: img}, saving(source, state), memory.CaptureOptions{Mode: memory.ModeLive})
 	if errors.Is(err, memory.ErrNotPermitted) || errors.Is(err, memory.ErrNotTracked) {
 		t.Skipf("no live branches here: %v", err)
 	}
