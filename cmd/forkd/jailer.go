@@ -23,8 +23,6 @@ func (f *daemonFlags) checkJailer(ctx context.Context, users *confine.Users, log
 		return refuse("with --engine "+f.Engine+" it may not be Firecracker that runs machines, and the jailer starts nothing else", "give --engine firecracker as well, or leave --jailer out")
 	case f.Accel == qemu.AccelTCG:
 		return refuse("with --accel tcg machines are emulated, and Firecracker doesn't", "leave one of them out")
-	case f.FirecrackerUID != 0:
-		return refuse("with --firecracker-uid all Firecrackers would be one user; the jailer gives each one of its own", "leave --firecracker-uid out")
 	case users == nil:
 		return refuse("machines are not confined (--confine "+f.Confine+", or the daemon is not root), and the jailer needs root", "run the daemon as root, with --confine auto or require")
 	}

@@ -34,7 +34,6 @@ func TestJailerRefused(t *testing.T) {
 		{"auto", []string{"--jailer", good}, "give --engine firecracker as well"},
 		{"qemu", []string{"--jailer", good, "--engine", "qemu"}, "with --engine qemu"},
 		{"emulation", []string{"--jailer", good, "--engine", "firecracker", "--accel", "tcg"}, "machines are emulated"},
-		{"one user for all", []string{"--jailer", good, "--engine", "firecracker", "--firecracker-uid", "1000"}, "leave --firecracker-uid out"},
 		{"not confined", []string{"--jailer", good, "--engine", "firecracker", "--confine", "off"}, "the jailer needs root"},
 		{"a text file", []string{"--jailer", text, "--engine", "firecracker"}, "is it Firecracker's jailer?"},
 		{"no file", []string{"--jailer", "/no/such", "--engine", "firecracker"}, "no such file"},

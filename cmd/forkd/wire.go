@@ -53,7 +53,7 @@ func productParts() parts {
 func newEngine(f *daemonFlags, users *confine.Users, log *slog.Logger) vmm.Engine {
 	emulator := qemu.New(qemu.Options{Binary: f.QEMU, Accel: f.Accel, Users: users, Log: log})
 	fire := firecracker.New(firecracker.Options{Binary: f.Firecracker, CPUTemplate: f.CPUTemplate, Jailer: f.Jailer,
-		User: firecracker.KVMUser(f.FirecrackerUID), Users: users, Log: log})
+		Users: users, Log: log})
 	switch f.Engine {
 	case engineQEMU:
 		return emulator
@@ -82,7 +82,6 @@ type daemonFlags struct {
 	Cache           string   `placeholder:"DIR" help:"What makes builds of images faster and may be deleted. Default: /var/cache/forkd, or below $$XDG_CACHE_HOME."`
 	Engine          string   `enum:"auto,qemu,firecracker" default:"auto" help:"What runs machines: ${enum}. auto: Firecracker where it and a working KVM are there, else QEMU."`
 	Firecracker     string   `name:"firecracker" env:"FORKD_FIRECRACKER" placeholder:"FILE" help:"The Firecracker binary, 1.12 or newer. Default: the one in $$PATH."`
-	FirecrackerUID  uint32   `name:"firecracker-uid" placeholder:"UID" help:"Where machines are not confined, run each Firecracker as this user, in the group that KVM is open to. Default: as the daemon."`
 	Jailer          string   `name:"jailer" env:"FORKD_JAILER" placeholder:"FILE" help:"Start each Firecracker through its jailer, of the same release. Needs --engine firecracker, and root. Default: the daemon confines it itself."`
 	PIDsLimit       int      `name:"default-pids-limit" default:"256" placeholder:"N" help:"Processes and threads that a monitor may have, unless a request says otherwise. 0: no limit."`
 	CgroupParent    string   `name:"cgroup-parent" placeholder:"GROUP" help:"Control group, of version 2, to make those of machines in. Default: the slice that the daemon is in."`

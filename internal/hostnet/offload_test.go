@@ -5,6 +5,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"strings"
 	"testing"
 	"time"
 
@@ -52,6 +53,30 @@ func TestSegmentsEndInTheNamespace(t *testing.T) {
 			t.Errorf("a packet of %d bytes, want at most %d", len(frame), 54+size)
 		}
 		got += len(frame) - 54
+	}
+}
+
+// TestTapKeepsItsNetwork: what was set up at a tap is there when a monitor has opened it by its name, and the policy can be changed.
+func TestTapKeepsItsNetwork(t *testing.T) {
+	inOwnHost(t)
+	s := acquire(t, open(t, Config{}))
+	if err := s.SetPolicy(t.Context(), netpolicy.Policy{Mode: netpolicy.Open, BandwidthMbit: 10}); err != nil {
+		t.Fatal(err)
+	}
+	look := func() string {
+		return in(t, s, "ip", "neigh", "show", "dev", vmm.TapName) + in(t, s, "ip", "-4", "-o", "addr", "show", "dev", vmm.TapName) +
+			in(t, s, "nft", "list", "table", "netdev", tableName)
+	}
+	before := look()
+	takeTap(t, s)
+	if after := look(); after != before {
+		t.Errorf("at the tap there was:\n%s\nnow there is:\n%s", before, after)
+	}
+	if shape := in(t, s, "tc", "qdisc", "show", "dev", vmm.TapName); !strings.Contains(shape, "tbf") {
+		t.Errorf("the bandwidth is not limited any more: %s", shape)
+	}
+	if err := s.SetPolicy(t.Context(), netpolicy.Policy{}); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -12,14 +12,11 @@ import (
 	"strconv"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/forkd/forkd/internal/confine"
 	"github.com/forkd/forkd/internal/hostcpu"
 	"github.com/forkd/forkd/internal/netns"
 	"github.com/forkd/forkd/internal/vmm"
 	"github.com/forkd/forkd/internal/vmm/probeguest"
-	"github.com/forkd/forkd/internal/vmm/vmproc"
 )
 
 // abilities is what a binary proved to do on this host.
@@ -147,19 +144,6 @@ func (e *Engine) makeCell() (err error) {
 	return err
 }
 
-// KVMUser is a user other than root, in the group that KVM is open to, for Options.User. Zero is the daemon's own user.
-func KVMUser(uid uint32) vmproc.User {
-	if uid == 0 {
-		return vmproc.User{}
-	}
-	u := vmproc.User{UID: uid, GID: uid}
-	var st unix.Stat_t
-	if err := unix.Stat(probeguest.Device, &st); err == nil && st.Gid != 0 {
-		u.GID = st.Gid
-	}
-	return u
-}
-
 func (e *Engine) checkKVM() error {
 	err := probeguest.Accessible()
 	switch {
@@ -229,11 +213,8 @@ func (e *Engine) trySaving(ctx context.Context, a *abilities) (err error) {
 	}
 	defer state.Close()
 	a.save = SaveStateOnly
-	trial := New(Options{Binary: e.opt.Binary, Bare: true, Serial: true, User: e.opt.User, Log: e.opt.Log})
-	trial.probed = a
-	if e.opt.Jailer != "" { // what else could be wrong with it is found out here
-		trial.opt.Jailer, trial.opt.User, trial.cell = e.opt.Jailer, vmproc.User{}, e.cell
-	}
+	trial := New(Options{Binary: e.opt.Binary, Jailer: e.opt.Jailer, Bare: true, Serial: true, Log: e.opt.Log})
+	trial.probed, trial.cell = a, e.cell // what else could be wrong with its confinement is found out here
 	if err := trial.tryParent(ctx, a, dir, kernel, ram, state); err != nil {
 		return err
 	}

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
-	"strconv"
 	"testing"
 	"time"
 
@@ -16,7 +15,6 @@ import (
 	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/vmm"
 	"github.com/forkd/forkd/internal/vmm/probeguest"
-	"github.com/forkd/forkd/internal/vmm/vmproc"
 )
 
 // bare is an engine with a frozen probe guest, on whatever KVM this host has.
@@ -51,11 +49,7 @@ func newBareOf(t *testing.T, shape vmm.Shape, opt Options, commands ...byte) *ba
 		t.Skipf("no KVM: %v", err)
 	}
 	opt.Binary, opt.Bare, opt.Serial = firecrackerBinary(t), true, true
-	if uid, err := strconv.Atoi(os.Getenv("FORKD_TEST_UID")); err == nil { // KVM must be open to that user
-		opt.User = vmproc.User{UID: uint32(uid), GID: uint32(uid)}
-	} else {
-		opt.Users = testUsers()
-	}
+	opt.Users = testUsers()
 	b := &bare{Engine: New(opt), shape: shape}
 	if _, err := b.Probe(t.Context()); err != nil {
 		t.Skipf("this host runs no Firecracker: %v", err)

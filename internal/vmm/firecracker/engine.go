@@ -38,8 +38,7 @@ type Options struct {
 	Bare        bool   // a KVM that can't run a stock kernel will do, and guests may have no root file system: for probe guests
 	Serial      bool   // the guest's serial port can be written to: see Serial
 	Save        SaveMode
-	User        vmproc.User    // whom Firecracker runs as when it is not confined; the zero value: the daemon's own
-	Users       *confine.Users // the user ids of monitors that are confined; nil: they are not
+	Users       *confine.Users // the user ids of monitors, which are confined; nil: they are not, and run as the daemon's user
 	Jailer      string         // Firecracker's jailer, of the same version, to start each monitor through; needs Users. Empty: we confine it ourselves
 	TSCkHz      func() (uint64, error)
 	KVM         func() error // what this host's KVM is worth; default probeguest.Check
@@ -289,7 +288,7 @@ func (e *Engine) spawn(s *session, c *command) (err error) {
 		}
 		defer rootfs.Close()
 	}
-	start := vmproc.Command{Name: "Firecracker", Binary: e.opt.Binary, Dir: c.dir, Args: e.arguments(), Stdout: stdout, User: e.opt.User, Cell: e.cell, Cgroup: c.cgroup, WorkDir: true, Files: append([]*os.File{rootfs, s.state, c.memory}, c.more...)}
+	start := vmproc.Command{Name: "Firecracker", Binary: e.opt.Binary, Dir: c.dir, Args: e.arguments(), Stdout: stdout, Cell: e.cell, Cgroup: c.cgroup, WorkDir: true, Files: append([]*os.File{rootfs, s.state, c.memory}, c.more...)}
 	if c.nic != nil {
 		start.NetNS, start.Tap = c.nic.NetNS, c.nic.Tap
 	}

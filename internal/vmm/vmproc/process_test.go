@@ -99,30 +99,6 @@ func TestAdoptRefusesAnotherProcess(t *testing.T) {
 	}
 }
 
-// TestUser runs a process as another user, in a directory below one that this user can't enter.
-func TestUser(t *testing.T) {
-	if os.Geteuid() != 0 {
-		t.Skip("only root can become another user")
-	}
-	top := t.TempDir()
-	dir := filepath.Join(top, "machine")
-	if err := errors.Join(os.Mkdir(dir, 0o700), os.Chmod(top, 0o700)); err != nil {
-		t.Fatal(err)
-	}
-	p, err := Start(Command{Name: "sh", Binary: "/bin/sh", Dir: dir, User: User{UID: 65534, GID: 65534},
-		Args: []string{"-c", "id -u >&2; grep CapEff /proc/self/status >&2; touch here; exec 3>/proc/self/fd/2"}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	<-p.Done()
-	if said := p.Said(); !strings.HasPrefix(said, "65534\n") || !strings.Contains(said, "0000000000000000") || p.Status != "exit status 0" {
-		t.Errorf("it said %q and ended with %s", said, p.Status)
-	}
-	if _, err := os.Stat(filepath.Join(dir, "here")); err != nil {
-		t.Error(err)
-	}
-}
-
 func TestStartTicksOfOddNames(t *testing.T) {
 	odd := filepath.Join(t.TempDir(), "a) Z 1 (b")
 	sleep, err := exec.LookPath("sleep")

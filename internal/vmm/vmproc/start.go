@@ -22,14 +22,10 @@ type Command struct {
 	Files   []*os.File    // its descriptors from 3 on
 	Cell    *confine.Cell // what it is confined to, made for Binary; nil: it is not
 	WorkDir bool          // confined, it works in Dir and may write there; else it doesn't see it
-	User    User          // the zero value: ours; a cell has users of its own
 	Cgroup  *vmm.Cgroup   // the control group to run in; nil: ours
 	NetNS   *os.File      // the network namespace to run in; nil: ours, or one of its own in a cell
 	Tap     *os.File      // of NetNS, which it opens by its name, and is closed here; nil: none
 }
-
-// User is who a monitor runs as. A user other than root has no capabilities.
-type User struct{ UID, GID uint32 }
 
 // machineVariable names the machine's directory in the environment of its monitor: that is how a process is found whose start was not recorded.
 const machineVariable = "FORKD_MACHINE"
@@ -63,7 +59,7 @@ func (c Command) level() confine.Level {
 	switch {
 	case c.Cell != nil:
 		return confine.Full
-	case c.User != (User{}) || os.Geteuid() != 0:
+	case os.Geteuid() != 0:
 		return confine.User
 	}
 	return confine.None
@@ -110,19 +106,8 @@ func (c Command) startOpen(env []string, files []*os.File, pidfd *int) (*os.Proc
 		return nil, fmt.Errorf("start %s: %w", c.Binary, err)
 	}
 	attr := &os.ProcAttr{Dir: c.Dir, Env: env, Files: files, Sys: &syscall.SysProcAttr{Setsid: true, PidFD: pidfd}}
-	if c.User != (User{}) {
-		leave, err := become(attr, c)
-		if err != nil {
-			return nil, err
-		}
-		defer leave()
-	}
 	if c.Tap != nil {
-		uid := uint32(os.Geteuid())
-		if c.User != (User{}) {
-			uid = c.User.UID
-		}
-		if err := netns.HandOver(c.Tap, uid); err != nil {
+		if err := netns.HandOver(c.Tap, uint32(os.Geteuid())); err != nil {
 			return nil, fmt.Errorf("start %s: %w", c.Name, err)
 		}
 	}
@@ -158,22 +143,4 @@ func inCgroup(g *vmm.Cgroup, attr *os.ProcAttr, start func() error) func() error
 			return start()
 		})
 	}
-}
-
-// become has a command run as another user, in a directory that is that user's.
-func become(attr *os.ProcAttr, c Command) (leave func(), err error) {
-	attr.Sys.Credential = &syscall.Credential{Uid: c.User.UID, Gid: c.User.GID, Groups: []uint32{c.User.GID}}
-	stderr := attr.Files[2]
-	for _, chown := range []func(uid, gid int) error{stderr.Chown, func(uid, gid int) error { return os.Chown(c.Dir, uid, gid) }} {
-		if err := chown(int(c.User.UID), int(c.User.GID)); err != nil {
-			return nil, fmt.Errorf("run %s as user %d: %w", c.Name, c.User.UID, err)
-		}
-	}
-	// It gets there although the directories above are not that user's to enter.
-	dir, err := os.Open(c.Dir)
-	if err != nil {
-		return nil, err
-	}
-	attr.Dir = fmt.Sprintf("/proc/self/fd/%d", dir.Fd())
-	return func() { dir.Close() }, nil
 }
