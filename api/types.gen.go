@@ -576,6 +576,9 @@ type ForkRequest struct {
 	// Report Answer with sandboxes and errors.
 	Report bool `json:"report,omitempty"`
 
+	// SecretEnv Commands and code have the secrets in their environment too, by their names: up to 96 KiB in all, without NUL bytes.
+	SecretEnv bool `json:"secret_env,omitempty"`
+
 	// Secrets Files below /run/forkd/secrets of the guest, by name, on a tmpfs. They are kept nowhere else, and nobody is told them. What copies the sandbox's memory wants `include_secrets`.
 	Secrets     map[string]string `json:"secrets,omitempty"`
 	SnapshotTag Name              `json:"snapshot_tag"`
@@ -1284,6 +1287,9 @@ type WorkspaceRequest struct {
 
 	// PerChildNetns Published; every child is isolated, so it changes nothing.
 	PerChildNetns bool `json:"per_child_netns,omitempty"`
+
+	// SecretEnv As of a fork.
+	SecretEnv bool `json:"secret_env,omitempty"`
 
 	// Secrets As of a fork.
 	Secrets     map[string]string `json:"secrets,omitempty"`

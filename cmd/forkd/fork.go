@@ -25,7 +25,8 @@ type forkCmd struct {
 	AutoSuspend    time.Duration     `placeholder:"D" help:"Suspend them when nothing was asked of them for so long."`
 	AutoResume     bool              `help:"Bring them back when they are used while they are suspended."`
 	Quiet          bool              `short:"q" help:"Print ids only."`
-	Secret         map[string]string `mapsep:"none" placeholder:"NAME=VALUE" help:"A file below /run/forkd/secrets of each, in its memory only; @FILE reads the value from a file. May be given again."`
+	Secret         map[string]string `mapsep:"none" placeholder:"NAME=VALUE" help:"A file below /run/forkd/secrets of each, in its memory only; @FILE reads the value from a file, @- from standard input. May be given again."`
+	SecretEnv      bool              `help:"Have the secrets in the environment of commands and code too, by their names."`
 	IncludeSecrets bool              `help:"With --from: they may have the secrets that it holds."`
 
 	networkFlags
@@ -41,8 +42,8 @@ func (c *forkCmd) Run(p *program) error {
 	if c.N < 1 || c.N > 1000 {
 		return badUsage("give -n from 1 to 1000", "-n %d sandboxes can't be started", c.N)
 	}
-	if c.From != "" && len(c.Secret) > 0 {
-		return badUsage("hand them over by exec", "--secret is for forks of snapshots")
+	if c.From != "" && (len(c.Secret) > 0 || c.SecretEnv) {
+		return badUsage("hand them over by exec", "--secret and --secret-env are for forks of snapshots")
 	}
 	if c.Tag == "" && c.From == "" {
 		return badUsage("see `forkd fork --help`", "missing flags: --tag=TAG or --from=ID")
@@ -76,11 +77,11 @@ func (c *forkCmd) fork(p *program, cl *client.Client) ([]client.Sandbox, error) 
 	if c.From != "" {
 		return c.forkRunning(p, cl, policy)
 	}
-	secrets, err := readSecrets(c.Secret)
+	secrets, err := p.readSecrets(c.Secret)
 	if err != nil {
 		return nil, err
 	}
-	req := client.ForkRequest{Network: policy, Secrets: secrets, SnapshotTag: c.Tag, N: client.Int(c.N), Env: c.Env, Metadata: c.Metadata, TimeoutSecs: c.Timeout.Seconds(),
+	req := client.ForkRequest{Network: policy, Secrets: secrets, SecretEnv: c.SecretEnv, SnapshotTag: c.Tag, N: client.Int(c.N), Env: c.Env, Metadata: c.Metadata, TimeoutSecs: c.Timeout.Seconds(),
 		Name: c.Name, AutoSuspendSecs: c.AutoSuspend.Seconds(), AutoResume: c.AutoResume, Limits: c.limits(0)}
 	if c.MemoryLimitMiB != 0 {
 		req.MemoryLimitMiB = client.Int(c.MemoryLimitMiB)

@@ -4,13 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"strconv"
 	"strings"
 	"sync"
 
 	"github.com/forkd/forkd/client"
+	"github.com/forkd/forkd/internal/relay"
 )
 
 type portForwardCmd struct {
@@ -88,24 +88,7 @@ func (p *program) forward(ctx context.Context, cl *client.Client, l net.Listener
 				p.say("port %d of sandbox %s: %v", port, id, err)
 				return
 			}
-			defer far.Close()
-			stop := context.AfterFunc(ctx, func() { _ = near.Close(); _ = far.Close() })
-			defer stop()
-			var both sync.WaitGroup
-			both.Go(func() { pour(far, near) })
-			both.Go(func() { pour(near, far) })
-			both.Wait()
+			relay.Join(ctx, near, far)
 		})
 	}
-}
-
-// pour copies until the end of what there is, and passes the end on.
-func pour(to net.Conn, from io.Reader) {
-	_, err := io.Copy(to, from)
-	half, ok := to.(interface{ CloseWrite() error })
-	if err != nil || !ok {
-		_ = to.Close()
-		return
-	}
-	_ = half.CloseWrite()
 }

@@ -7,8 +7,10 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/forkd/forkd/internal/server"
@@ -24,7 +26,7 @@ type serveCmd struct {
 	TLSKey       string        `name:"tls-key" placeholder:"FILE" help:"The certificate's private key (PEM)."`
 	SocketGroup  string        `placeholder:"GROUP" help:"Let the members of this group use the socket too; it must not be in the run directory then."`
 	SocketScope  string        `enum:"read,run,admin" default:"run" help:"What they may do there: ${enum}."`
-	TokenFile    string        `placeholder:"FILE" help:"File with a bearer token: an administrator of the default tenant, besides the keys."`
+	TokenFile    string        `placeholder:"FILE" help:"File with a bearer token: an administrator of the default tenant, besides the keys. It is read again on SIGHUP."`
 	DrainTimeout time.Duration `default:"30s" help:"How long requests may go on after a signal to stop."`
 	LogFormat    string        `enum:"text,json" default:"text" help:"Log as ${enum}."`
 	LogLevel     string        `enum:"debug,info,warn,error" default:"info" help:"Log from this level: ${enum}."`
@@ -38,6 +40,9 @@ func (c *serveCmd) Help() string {
 
 // Run runs the daemon until the program is told to stop.
 func (c *serveCmd) Run(p *program) error {
+	hangups := make(chan os.Signal, 1)
+	signal.Notify(hangups, syscall.SIGHUP) // before anything else: it must not end the daemon
+	defer signal.Stop(hangups)
 	thread.Widen()
 	if err := c.fillDefaults(p.getenv); err != nil {
 		return err
@@ -66,8 +71,8 @@ func (c *serveCmd) Run(p *program) error {
 	if err != nil {
 		return errors.Join(err, d.close())
 	}
-	defer cert.reloadOnSignal(log)()
-	err = c.serve(p, d, token, socket, unixListener, tcpListener, log)
+	again := &reloading{hangups: hangups, cert: cert, tokenFile: c.TokenFile, log: log}
+	err = c.serve(p, d, token, socket, unixListener, tcpListener, again, log)
 	return errors.Join(err, d.close())
 }
 
@@ -97,7 +102,7 @@ func (c *serveCmd) listen(getenv func(string) string, guarded bool, cert *certif
 }
 
 // serve finds out what an earlier daemon left, answers requests, and drains.
-func (c *serveCmd) serve(p *program, d *daemon, token string, socket server.SocketAccess, unixListener, tcpListener net.Listener, log *slog.Logger) error {
+func (c *serveCmd) serve(p *program, d *daemon, token string, socket server.SocketAccess, unixListener, tcpListener net.Listener, again *reloading, log *slog.Logger) error {
 	recovery, err := d.manager.Recover(p.ctx)
 	if err != nil {
 		closeAll(unixListener, tcpListener)
@@ -115,6 +120,7 @@ func (c *serveCmd) serve(p *program, d *daemon, token string, socket server.Sock
 	}()
 	srv := server.New(server.Config{Service: d.manager, Images: d.images, Packs: d.packs, Events: d.events, Timings: d.timings, Audit: d.audit, Version: ownVersion(), Token: token, Engine: engineName(d.engine),
 		Keys: d.keys, KeyRate: c.keyLimit(), Socket: socket, Log: log.With("part", "server")})
+	defer again.on(srv)()
 	tcp := ""
 	if tcpListener != nil {
 		tcp = tcpListener.Addr().String()

@@ -4,13 +4,10 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"os"
-	"os/signal"
 	"os/user"
 	"path/filepath"
 	"strconv"
 	"strings"
-	"syscall"
 
 	"github.com/forkd/forkd/internal/keys"
 	"github.com/forkd/forkd/internal/server"
@@ -60,29 +57,4 @@ func (c *serveCmd) certificate(log *slog.Logger) (*certificate, error) {
 		return nil, err
 	}
 	return &certificate{cert}, nil
-}
-
-// reloadOnSignal reads the certificate again on SIGHUP, until the returned function is called.
-func (c *certificate) reloadOnSignal(log *slog.Logger) (stop func()) {
-	if c == nil {
-		return func() {}
-	}
-	hangups, done, ended := make(chan os.Signal, 1), make(chan struct{}), make(chan struct{})
-	signal.Notify(hangups, syscall.SIGHUP)
-	go func() {
-		defer close(ended)
-		for {
-			select {
-			case <-hangups:
-				if err := c.Reload(); err != nil {
-					log.Warn("SIGHUP: the certificate stays as it was", "error", err)
-				} else {
-					log.Info("SIGHUP: the certificate was read again")
-				}
-			case <-done:
-				return
-			}
-		}
-	}()
-	return func() { signal.Stop(hangups); close(done); <-ended }
 }

@@ -271,7 +271,7 @@ func (m *Manager) startCold(ctx context.Context, f *frozen, req ForkRequest, g *
 		return nil, err
 	}
 	undo.add(c.dispose)
-	if err := giveSecrets(ctx, c, req.Secrets); err != nil {
+	if err := giveSecrets(ctx, c, req); err != nil {
 		return nil, err
 	}
 	if err := m.commit(ctx, b, c, time.Since(begin), req.Timeout, pointForkRunning); err != nil {
@@ -321,7 +321,7 @@ func (m *Manager) claim(ctx context.Context, f *frozen, req ForkRequest, mem *me
 	if err := m.hit(ctx, pointClaimIdentified); err != nil {
 		return nil, err
 	}
-	if err := giveSecrets(limited, mem.child, req.Secrets); err != nil {
+	if err := giveSecrets(limited, mem.child, req); err != nil {
 		return nil, err
 	}
 	if err := m.commit(ctx, b, mem.child, time.Since(begin), req.Timeout, pointClaimRunning); err != nil {

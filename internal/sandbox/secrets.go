@@ -6,6 +6,7 @@ import (
 	"maps"
 	"regexp"
 	"slices"
+	"strings"
 
 	"github.com/forkd/forkd/internal/guest/agentproto"
 )
@@ -14,6 +15,7 @@ import (
 const (
 	maxSecrets     = 64
 	maxSecretBytes = 64 << 10 // of one
+	maxSecretEnv   = 96 << 10 // of all, when they are in environments
 )
 
 // secretsDir is where a guest finds its secrets, each a file of that name: a tmpfs, so only in its memory.
@@ -24,8 +26,15 @@ const inheritedSecrets = "(of its snapshot)"
 
 var secretPattern = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]{0,63}$`)
 
+// secretsInEnv is the file that tells the agent to have secrets in environments too.
+const secretsInEnv = ".env"
+
+// agentWithoutSecretEnv is the version of agents that don't know it.
+const agentWithoutSecretEnv = "0.1.0"
+
 // checkSecrets says nothing of values, not even in errors.
-func checkSecrets(secrets map[string]string) error {
+func checkSecrets(secrets map[string]string, inEnv bool) error {
+	total := 0
 	if len(secrets) > maxSecrets {
 		return invalid("put them into one", "%d secrets, the limit is %d", len(secrets), maxSecrets)
 	}
@@ -36,12 +45,35 @@ func checkSecrets(secrets map[string]string) error {
 		if len(value) > maxSecretBytes {
 			return invalid("hand it over in another way", "secret %s has %d bytes, the limit is %d", name, len(value), maxSecretBytes)
 		}
+		if inEnv && strings.Contains(value, "\x00") {
+			return invalid("hand it over as a file only", "secret %s has a NUL byte in it, which an environment can't have", name)
+		}
+		total += len(value)
+	}
+	switch {
+	case inEnv && len(secrets) == 0:
+		return invalid("leave secret_env out", "there are no secrets to have in environments")
+	case inEnv && total > maxSecretEnv:
+		return invalid("hand them over as files only", "the secrets have %d bytes, the limit for environments is %d", total, maxSecretEnv)
 	}
 	return nil
 }
 
 // giveSecrets writes secrets into a guest that has its identity and nobody's else, before anybody is told of it. They are kept nowhere else.
-func giveSecrets(ctx context.Context, c *child, secrets map[string]string) error {
+func giveSecrets(ctx context.Context, c *child, req ForkRequest) error {
+	secrets := req.Secrets
+	if req.SecretEnv {
+		pong, err := c.agent.Ping(ctx)
+		if err != nil {
+			return newError(CodeIdentityFailed, err, "", "secrets could not be handed over")
+		}
+		if pong.Version == agentWithoutSecretEnv {
+			return newError(CodeInvalidState, nil, "make the image and the snapshot anew, or hand them over as files only",
+				"the agent in the snapshot is too old to have secrets in environments")
+		}
+		secrets = maps.Clone(secrets)
+		secrets[secretsInEnv] = ""
+	}
 	for _, name := range slices.Sorted(maps.Keys(secrets)) {
 		file := secretsDir + "/" + name // a name needs no quotes
 		res, err := c.agent.Exec(ctx, agentproto.ExecRequest{TimeoutMS: millis(answerGrace), Stdin: []byte(secrets[name]),
@@ -50,7 +82,8 @@ func giveSecrets(ctx context.Context, c *child, secrets map[string]string) error
 			return newError(CodeIdentityFailed, err, "", "secret %s could not be handed over", name)
 		}
 		if res.ExitCode != 0 || res.TimedOut {
-			return newError(CodeIdentityFailed, fmt.Errorf("%.200s", res.Stderr), "the guest needs a /bin/sh, and room below /run", "secret %s could not be handed over", name)
+			// What the guest says of it is left out: it knows the value.
+			return newError(CodeIdentityFailed, fmt.Errorf("exit code %d", res.ExitCode), "the guest needs a /bin/sh, and room below /run", "secret %s could not be handed over", name)
 		}
 	}
 	return nil

@@ -195,6 +195,7 @@ type ForkRequest struct {
 	AutoResume  bool
 	Network     *netpolicy.Policy // nil: the snapshot's
 	Secrets     map[string]string // files below /run/forkd/secrets of the guest; kept nowhere else
+	SecretEnv   bool              // have them in the environment of commands and code too
 }
 
 // ForkResult is one child of a request: a sandbox that is ready, or why there is none.

@@ -74,7 +74,7 @@ func (r ForkRequest) check() error {
 	case r.Path != PathAny && r.Path != PathCold && r.Path != PathPool:
 		return invalid(`use "cold", "pool", or nothing for any`, "path %.80q is not known", r.Path)
 	}
-	if err := checkSecrets(r.Secrets); err != nil {
+	if err := checkSecrets(r.Secrets, r.SecretEnv); err != nil {
 		return err
 	}
 	if len(r.Secrets) > 0 && r.AutoSuspend > 0 {

@@ -57,7 +57,30 @@ var (
 )
 
 // guarded says whether there is anything to check a bearer token against.
-func (s *Server) guarded() bool { return s.Token != "" || s.Keys != nil && s.Keys.Any() }
+func (s *Server) guarded() bool { return s.token.Load() != nil || s.Keys != nil && s.Keys.Any() }
+
+// liveToken is the token that the daemon takes, until it gets another one.
+type liveToken struct {
+	hash [sha256.Size]byte
+	life context.Context
+	end  context.CancelFunc
+}
+
+// SetToken has the server take another token from now on; "": none. What was begun with the one before ends, unless it is the same.
+func (s *Server) SetToken(token string) {
+	var next *liveToken
+	if token != "" {
+		next = &liveToken{hash: sha256.Sum256([]byte(token))}
+		next.life, next.end = context.WithCancel(context.Background())
+	}
+	if old := s.token.Load(); old != nil && next != nil && old.hash == next.hash {
+		next.end()
+		return
+	}
+	if old := s.token.Swap(next); old != nil {
+		old.end()
+	}
+}
 
 // identify finds out who makes a request. What it carries goes before where it comes from.
 func (s *Server) identify(r *http.Request, unixSocket bool) (principal, error) {
@@ -85,12 +108,11 @@ func (s *Server) bearer(header string) (principal, error) {
 	if !strings.EqualFold(scheme, "Bearer") {
 		return refuse(nobody, "this daemon takes bearer tokens")
 	}
-	if s.Token != "" {
+	if known := s.token.Load(); known != nil {
 		// Hashed so that not even the length is told by the time it takes.
-		want, got := sha256.Sum256([]byte(s.Token)), sha256.Sum256([]byte(token))
-		if subtle.ConstantTimeCompare(want[:], got[:]) == 1 {
+		if got := sha256.Sum256([]byte(token)); subtle.ConstantTimeCompare(known.hash[:], got[:]) == 1 {
 			who := operator("token")
-			who.limiter = s.tokenLimit
+			who.limiter, who.life = s.tokenLimit, known.life
 			return who, nil
 		}
 	}
@@ -135,7 +157,7 @@ func (s *Server) peer(r *http.Request) (principal, error) {
 func (s *Server) guard(next http.Handler, unixSocket bool) http.Handler {
 	crossOrigin := http.NewCrossOriginProtection()
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if err := crossOrigin.Check(r); err != nil && !unixSocket {
+		if err := crossOrigin.Check(asChange(r)); err != nil && !unixSocket {
 			writeError(w, r, &sandbox.Error{Code: codeForbidden, Message: "a page of another site may not ask this daemon", Err: err})
 			return
 		}
@@ -165,6 +187,17 @@ func (s *Server) guard(next http.Handler, unixSocket bool) http.Handler {
 	})
 }
 
+// asChange has a request that upgrades its connection looked at as one that changes something: what a page of another site can't read of a GET
+// it could read and write of a WebSocket.
+func asChange(r *http.Request) *http.Request {
+	if r.Header.Get("Upgrade") == "" {
+		return r
+	}
+	change := *r
+	change.Method = http.MethodPost
+	return &change
+}
+
 // slowDown refuses a request beyond what a key may make at a time.
 func slowDown(who principal) error {
 	if who.limiter == nil {
@@ -192,6 +225,13 @@ func (p principal) bind(ctx context.Context) (context.Context, func()) {
 		expiry = time.AfterFunc(time.Until(p.expires), func() { cancel(fmt.Errorf("%w: %w", errEnded, keys.ErrExpired)) }).Stop
 	}
 	return ctx, func() { stop(); expiry(); cancel(nil) }
+}
+
+// noteKeyEnd has the record say it when what went on after the answer's beginning ended with the key.
+func noteKeyEnd(r *http.Request) {
+	if cause := context.Cause(r.Context()); errors.Is(cause, errEnded) {
+		noteError(r.Context(), endedByKey(r, cause))
+	}
 }
 
 // endedByKey turns the error of a request that ended with its key into one that says so.

@@ -74,6 +74,9 @@ func statusOf(code sandbox.Code) int {
 	}
 }
 
+// errBrokenOff is in the record of what a guest's port began to answer and did not finish, or was not let finish.
+var errBrokenOff = errors.New("what the port answers has broken off")
+
 // retryable says which codes get a Retry-After even when the domain doesn't know how long.
 func retryable(code sandbox.Code) bool {
 	return code == sandbox.CodeInsufficientMemory || code == sandbox.CodeQueueFull || code == sandbox.CodeBranchCap

@@ -1,7 +1,9 @@
 package server
 
 import (
+	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/http"
 	"sync"
@@ -128,6 +130,10 @@ func (s *Server) events(w http.ResponseWriter, r *http.Request) error {
 		case <-beat.C:
 			out.write(":\n\n")
 		case <-r.Context().Done():
+			if cause := context.Cause(r.Context()); errors.Is(cause, errEnded) {
+				noteKeyEnd(r)
+				out.event(api.Event{Kind: api.EventKindDropped, TimeUnixMS: time.Now().UnixMilli(), Reason: cause.Error()})
+			}
 			return nil
 		}
 	}

@@ -5,6 +5,7 @@ import (
 	"container/list"
 	"context"
 	"crypto/sha256"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -146,11 +147,16 @@ func (s *Server) idempotent(next handler) handler {
 	}
 }
 
-// first makes the answer that repetitions get. It goes on when its client leaves: the client comes back for the answer.
+// first makes the answer that repetitions get. It goes on when its client leaves, who comes back for the answer, but not when its key ends.
 func (s *Server) first(w http.ResponseWriter, r *http.Request, e *replay, next handler) (err error) {
 	ctx, cancel := context.WithCancelCause(context.WithoutCancel(r.Context()))
 	defer cancel(nil)
 	defer context.AfterFunc(s.life, func() { cancel(errStopping) })()
+	defer context.AfterFunc(r.Context(), func() {
+		if cause := context.Cause(r.Context()); errors.Is(cause, errEnded) {
+			cancel(cause)
+		}
+	})()
 	tee := &teeWriter{ResponseWriter: w}
 	keep := false
 	defer func() { s.replays.finish(e, keep) }() // after a panic too

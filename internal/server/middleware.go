@@ -153,6 +153,9 @@ func (s *Server) observe(next http.Handler) http.Handler {
 // answer is out already the connection must be cut: only that tells the client.
 func (s *Server) recovered(w *recorder, r *http.Request, p any) (abort bool) {
 	if p == http.ErrAbortHandler { // by intent: see abort
+		if noteOf(r.Context()).err == nil { // by what a guest's port answered
+			noteError(r.Context(), errBrokenOff)
+		}
 		s.Log.Warn("an answer is broken off", "request_id", requestID(r.Context()), "error", noteOf(r.Context()).err)
 		return true
 	}
@@ -174,7 +177,7 @@ func abort(r *http.Request, err error) {
 func (s *Server) logRequest(r *http.Request, n *note, status int, took time.Duration) {
 	level := slog.LevelInfo
 	switch {
-	case status >= 500 && status != http.StatusServiceUnavailable:
+	case status >= 500 && status != http.StatusServiceUnavailable && status != http.StatusBadGateway: // a guest can make the latter as it likes
 		level = slog.LevelError
 	case r.Method == http.MethodGet:
 		level = slog.LevelDebug // watched by people and monitors, often

@@ -1,18 +1,20 @@
 package server
 
 import (
+	"bufio"
 	"context"
 	"errors"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"net/http/httputil"
 	"net/url"
 	"strconv"
 	"strings"
-	"sync"
 	"time"
 
+	"github.com/forkd/forkd/internal/relay"
 	"github.com/forkd/forkd/internal/sandbox"
 )
 
@@ -83,7 +85,7 @@ func (s *Server) proxy() handler {
 		},
 	}
 	pass := &httputil.ReverseProxy{
-		Transport: transport, FlushInterval: -1,
+		Transport: transport, FlushInterval: -1, ErrorLog: slog.NewLogLogger(s.Log.Handler(), slog.LevelDebug),
 		Rewrite: rewriteForGuest, ModifyResponse: tameAnswer,
 		ErrorHandler: func(w http.ResponseWriter, r *http.Request, err error) {
 			var known *sandbox.Error
@@ -105,6 +107,7 @@ func (s *Server) proxy() handler {
 		control := http.NewResponseController(w)
 		_ = control.SetReadDeadline(time.Time{}) // what is sent to a guest may take as long as it takes
 		_ = control.EnableFullDuplex()
+		defer noteKeyEnd(r)
 		pass.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), targetKey{}, target{id, port})))
 		return nil
 	}
@@ -200,25 +203,35 @@ func (s *Server) tunnel(w http.ResponseWriter, r *http.Request) error {
 	}
 	defer conn.Close()
 	_ = conn.SetDeadline(time.Time{})
-	stop := context.AfterFunc(s.draining, func() { _ = guest.Close(); _ = conn.Close() })
-	defer stop()
 	if _, err := io.WriteString(conn, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: "+tunnelProtocol+"\r\n\r\n"); err != nil {
 		return nil // the client is gone
 	}
-	var both sync.WaitGroup
-	both.Go(func() { pour(guest, buffered.Reader) })
-	both.Go(func() { pour(conn, guest) })
-	both.Wait()
+	ctx, cancel := context.WithCancel(r.Context()) // which ends with the key
+	defer cancel()
+	defer context.AfterFunc(s.draining, cancel)()
+	relay.Join(ctx, guest, &readAhead{Conn: conn, reader: buffered.Reader})
+	noteKeyEnd(r)
 	return nil
 }
 
-// pour copies until the end of what there is, and passes the end on.
-func pour(to net.Conn, from io.Reader) {
-	_, err := io.Copy(to, from)
-	half, ok := to.(interface{ CloseWrite() error })
-	if err != nil || !ok {
-		_ = to.Close()
-		return
+// readAhead is a connection of which some bytes were read ahead.
+type readAhead struct {
+	net.Conn
+	reader *bufio.Reader
+}
+
+// Read implements net.Conn. Past what was read ahead the reader is left alone: for it the end of what the client says is the end of the request.
+func (c *readAhead) Read(b []byte) (int, error) {
+	if c.reader.Buffered() > 0 {
+		return c.reader.Read(b)
 	}
-	_ = half.CloseWrite()
+	return c.Conn.Read(b)
+}
+
+// CloseWrite passes on that the guest has said all.
+func (c *readAhead) CloseWrite() error {
+	if half, ok := c.Conn.(interface{ CloseWrite() error }); ok {
+		return half.CloseWrite()
+	}
+	return errors.ErrUnsupported
 }

@@ -107,6 +107,18 @@ func TestPortsUpgrade(t *testing.T) {
 	}
 }
 
+// A page of another site may not open a WebSocket to a guest: nothing but the daemon keeps it from that.
+func TestPortsOfOtherSites(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	for origin, want := range map[string]int{"https://evil.example": 403, "null": 403, f.http.URL: 502} {
+		got := f.do(t, "GET", "/v1/sandboxes/sb1/ports/80/ws", "", "Origin", origin, "Connection", "Upgrade", "Upgrade", "websocket")
+		if got.status != want {
+			t.Errorf("from %s = %d %s, want %d", origin, got.status, got.body, want)
+		}
+	}
+}
+
 // Only administrators of the host open what is protected.
 func TestNetworkTrust(t *testing.T) {
 	t.Parallel()
@@ -132,5 +144,40 @@ func TestNetworkTrust(t *testing.T) {
 	}
 	if p, err := user(netpolicy.Policy{Mode: netpolicy.Allow, Rules: []string{"a.org", "0.0.0.0/0", "203.0.113.0/24"}}); err != nil || p.Privileged {
 		t.Errorf("= %+v, %v", p, err)
+	}
+}
+
+// The end of what a client says through a tunnel leaves the guest its answer.
+func TestTunnelHalfClose(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	go func() {
+		c, err := l.Accept()
+		if err != nil {
+			return
+		}
+		defer c.Close()
+		said, _ := io.ReadAll(c)
+		_, _ = fmt.Fprintf(c, "you said %s", said)
+	}()
+	f.dial = func() (net.Conn, error) { return net.Dial("tcp", l.Addr().String()) }
+	conn, err := net.Dial("tcp", f.http.Listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	_, _ = io.WriteString(conn, "GET /v1/sandboxes/sb1/tunnel/80 HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: forkd-tcp\r\n\r\nhello")
+	if status, err := bufio.NewReader(io.LimitReader(conn, 12)).ReadString('1'); err != nil {
+		t.Fatalf("%q, %v", status, err)
+	}
+	_ = conn.(*net.TCPConn).CloseWrite()
+	got, err := io.ReadAll(conn)
+	if err != nil || !strings.HasSuffix(string(got), "\r\n\r\nyou said hello") {
+		t.Errorf("= %q, %v", got, err)
 	}
 }

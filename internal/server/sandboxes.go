@@ -150,7 +150,7 @@ func forkRequest(b api.ForkRequest) (sandbox.ForkRequest, error) {
 	}
 	path, err := forkPath(b.Path)
 	return sandbox.ForkRequest{Network: network, Tag: b.SnapshotTag, N: n, Env: b.Env, Metadata: b.Metadata, Timeout: timeout,
-		Limits: bounds, Path: path, Name: b.Name, AutoSuspend: idle, AutoResume: b.AutoResume, Secrets: b.Secrets}, err
+		Limits: bounds, Path: path, Name: b.Name, AutoSuspend: idle, AutoResume: b.AutoResume, Secrets: b.Secrets, SecretEnv: b.SecretEnv}, err
 }
 
 func forkPath(p api.ForkRequestPath) (sandbox.Path, error) {

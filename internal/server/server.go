@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"net/http"
 	"strings"
+	"sync/atomic"
 
 	"github.com/forkd/forkd/api"
 	"golang.org/x/time/rate"
@@ -27,7 +28,7 @@ type Config struct {
 	Events  *Events  // nil: nothing is told
 	Version api.Version
 	Engine  func(context.Context) string // its name, for Version; nil: not told
-	Token   string                       // an administrator's, as published; "" means none
+	Token   string                       // an administrator's, as published; "" means none. See SetToken
 	Keys    *keys.Ring                   // nil: none
 	KeyRate keys.Limit                   // of the token; of keys the ring knows
 	Socket  SocketAccess
@@ -43,6 +44,7 @@ type Auditor interface {
 // Server answers REST requests.
 type Server struct {
 	Config
+	token      atomic.Pointer[liveToken]
 	tokenLimit *rate.Limiter
 	strangers  *strangers
 	metrics    *metrics
@@ -63,6 +65,7 @@ func New(cfg Config) *Server {
 		cfg.Timings = NewTimings()
 	}
 	s := &Server{Config: cfg, tokenLimit: cfg.KeyRate.Limiter(), strangers: newStrangers(), replays: newReplays(replayWindow, replayEntries, replayBytes)}
+	s.SetToken(cfg.Token)
 	s.life, s.stop = context.WithCancelCause(context.Background())
 	s.draining, s.drain = context.WithCancel(context.Background())
 	s.metrics = newMetrics(cfg.Service.Stats, cfg.Timings)

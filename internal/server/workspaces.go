@@ -58,7 +58,7 @@ func (s *Server) createWorkspace(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	req, err := forkRequest(api.ForkRequest{SnapshotTag: body.SnapshotTag, Name: body.Name, Env: body.Env, Metadata: body.Metadata,
-		TimeoutSecs: body.TimeoutSecs, MemoryLimitMiB: body.MemoryLimitMiB, Limits: body.Limits, AutoSuspendSecs: body.AutoSuspendSecs, AutoResume: body.AutoResume, Secrets: body.Secrets})
+		TimeoutSecs: body.TimeoutSecs, MemoryLimitMiB: body.MemoryLimitMiB, Limits: body.Limits, AutoSuspendSecs: body.AutoSuspendSecs, AutoResume: body.AutoResume, Secrets: body.Secrets, SecretEnv: body.SecretEnv})
 	if err != nil {
 		return err
 	}

@@ -101,7 +101,7 @@ func netTable(own, neighbour string) []try {
 		"gateway": "10.117.0.1", "next hop": "169.254.117.1", "own slot": own, "neighbour": neighbour, "loopback": "10.118.0.1"} {
 		add(place+" tcp 80", "tcp", addr, 80)
 		add(place+" tcp 8080", "tcp", addr, 8080)
-		add(place+" udp 443", "udp", addr, 443) // as QUIC does
+		add(place+" udp 443", "udp", addr, 443)                             // as QUIC does
 		if place != "rogue" && place != "loopback" && place != "own slot" { // a ping that is refused costs its whole time
 			add(place+" ping", "ping", addr)
 		}

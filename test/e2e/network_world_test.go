@@ -24,7 +24,7 @@ type internet struct {
 	host, world string // names of the namespaces
 
 	mu   sync.Mutex
-	seen map[string]int            // by server: how often somebody came
+	seen map[string]int                     // by server: how often somebody came
 	held map[string]map[string]func(string) // by server and who came: how to say something to them
 }
 

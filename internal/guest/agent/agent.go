@@ -25,7 +25,7 @@ import (
 )
 
 // Version of the agent, as a Pong reports it.
-const Version = "0.1.0"
+const Version = "0.2.0"
 
 // Options say what an Agent may do. The zero value serves a machine of its own.
 type Options struct {

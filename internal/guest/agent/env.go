@@ -14,6 +14,32 @@ func baseEnv(u *user) []string {
 	return []string{"PATH=" + defaultPath, "LANG=C.UTF-8", "HOME=" + u.home, "USER=" + u.name, "LOGNAME=" + u.name, "SHELL=" + u.shell}
 }
 
+// secretsDir has the secrets of a sandbox, each a file of that name. A file .env says that commands get them in their environment too: they are read
+// when one starts, and not kept.
+const secretsDir = "/run/forkd/secrets/"
+
+// secretEnv are the secrets that commands are to have in their environment.
+func secretEnv() []string {
+	var st unix.Stat_t
+	if unix.Stat(secretsDir+".env", &st) != nil {
+		return nil
+	}
+	names, err := readDir(secretsDir)
+	if err != nil {
+		return nil
+	}
+	var out []string
+	for _, name := range names {
+		if name[0] == '.' {
+			continue
+		}
+		if value, err := readFile(secretsDir + name); err == nil {
+			out = append(out, name+"="+string(value))
+		}
+	}
+	return out
+}
+
 // mergeEnv joins lists of K=V; the last value of a name counts.
 func mergeEnv(lists ...[]string) []string {
 	var out []string

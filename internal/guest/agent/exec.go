@@ -174,7 +174,7 @@ func (c *command) start() *agentproto.Error {
 	} else if err := isDir(cwd); err != nil {
 		return execError(agentproto.CodeBadCwd, "can't use \""+cwd+"\" as the working directory: "+reason(err))
 	}
-	env := mergeEnv(baseEnv(u), c.env, req.Env)
+	env := mergeEnv(baseEnv(u), c.env, secretEnv(), req.Env)
 	path, err := lookPath(req.Args[0], cwd, getEnv(env, "PATH"))
 	if err != nil {
 		return execError(agentproto.CodeNotFound, "can't run \""+req.Args[0]+"\": "+notFound(err))

@@ -69,7 +69,7 @@ func (g *guest) exec(ctx context.Context, req agentproto.ExecRequest) (agentprot
 	}
 	ctx, cancel := limited(ctx, req.TimeoutMS)
 	defer cancel()
-	sh := &shell{guest: g, env: append(slices.Clone(g.view().Env), req.Env...), stdin: req.Stdin}
+	sh := &shell{guest: g, env: g.environ(req.Env), stdin: req.Stdin}
 	code := sh.run(ctx, req.Args)
 	res := agentproto.ExecResult{ExitCode: int32(code)}
 	if code == exitTimeout {
@@ -81,6 +81,23 @@ func (g *guest) exec(ctx context.Context, req agentproto.ExecRequest) (agentprot
 	res.Stderr, long[1] = cut(sh.stderr.Bytes(), req.MaxOutput)
 	res.Truncated = long[0] || long[1]
 	return res, nil
+}
+
+// secretsDir is where a guest finds secrets; .env there says that commands have them in their environment.
+const secretsDir = "/run/forkd/secrets/"
+
+// environ is the environment of a command.
+func (g *guest) environ(asked []string) []string {
+	s := g.view()
+	env := slices.Clone(s.Env)
+	if _, in := s.Files[secretsDir+".env"]; in {
+		for name, text := range s.Files {
+			if secret, ok := strings.CutPrefix(name, secretsDir); ok && secret[0] != '.' {
+				env = append(env, secret+"="+text)
+			}
+		}
+	}
+	return append(env, asked...)
 }
 
 func checkExec(req agentproto.ExecRequest) error {
