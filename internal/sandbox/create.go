@@ -69,7 +69,7 @@ func (c *creation) run(ctx context.Context) error {
 	if err := c.claimTag(ctx); err != nil {
 		return err
 	}
-	turn := c.m.boots.enqueue(false)
+	turn := c.m.boots.enqueue(callerOf(ctx).Tenant)
 	defer turn.release()
 	if err := turn.wait(ctx); err != nil {
 		return err

@@ -100,7 +100,7 @@ func (d *difference) run(ctx context.Context) error {
 	if err := m.hit(ctx, pointDiffRecorded); err != nil {
 		return err
 	}
-	turn := m.boots.enqueue(false)
+	turn := m.boots.enqueue(callerOf(ctx).Tenant)
 	defer turn.release()
 	if err := turn.wait(ctx); err != nil {
 		return err
@@ -147,7 +147,7 @@ var diffPoints = launchPoints{prepared: pointDiffPrepared, loaded: pointDiffLoad
 // freezeChild forks a child, runs the steps in it and ends it, frozen: what it changed is in the instant, the image has all.
 func (d *difference) freezeChild(ctx context.Context) (_ *instant, _ *memory.Image, err error) {
 	m := d.m
-	grants, err := m.admit(d.from, ForkRequest{}, 1)
+	grants, err := m.admit(callerOf(ctx).Tenant, d.from, ForkRequest{}, 1)
 	if err != nil {
 		return nil, nil, err
 	}

@@ -45,7 +45,7 @@ func (m *Manager) forkAll(ctx context.Context, f *frozen, req ForkRequest) (_ []
 	}
 	boxes := make([]*box, req.N)
 	defer func() { m.census.add(who.Tenant, who.KeyID, -missing(boxes)) }() // the others give their place back when they end
-	starts, err := m.plan(f, req)
+	starts, err := m.plan(who.Tenant, f, req)
 	if err != nil {
 		return nil, err
 	}
@@ -104,13 +104,13 @@ type start struct {
 }
 
 // plan decides for each child where it comes from and takes its place in the queue, in order.
-func (m *Manager) plan(f *frozen, req ForkRequest) ([]start, error) {
+func (m *Manager) plan(owner string, f *frozen, req ForkRequest) ([]start, error) {
 	var members []*member
-	if req.Path != PathCold && !m.claims.full() {
+	if req.Path != PathCold && !m.claims.full(owner) {
 		members = f.pool.take(req.N)
 	}
 	cold := req.N - len(members)
-	grants, refuse := m.admit(f, req, cold)
+	grants, refuse := m.admit(owner, f, req, cold)
 	if len(members)+len(grants) == 0 {
 		m.counts.failed.Add(uint64(req.N))
 		return nil, refuse
@@ -119,9 +119,9 @@ func (m *Manager) plan(f *frozen, req ForkRequest) ([]start, error) {
 	for i := range starts {
 		switch {
 		case i < len(members):
-			starts[i] = start{member: members[i], ticket: m.claims.enqueue(false)}
+			starts[i] = start{member: members[i], ticket: m.claims.enqueue(owner)}
 		case i < len(members)+len(grants):
-			starts[i] = start{grant: grants[i-len(members)], ticket: m.launches.enqueue(false)}
+			starts[i] = start{grant: grants[i-len(members)], ticket: m.launches.enqueue(owner)}
 		default:
 			starts[i] = start{refuse: refuse}
 		}
@@ -130,7 +130,7 @@ func (m *Manager) plan(f *frozen, req ForkRequest) ([]start, error) {
 }
 
 // admit hands out memory for up to n cold starts, and says why the others are refused.
-func (m *Manager) admit(f *frozen, req ForkRequest, n int) ([]*grant, error) {
+func (m *Manager) admit(owner string, f *frozen, req ForkRequest, n int) ([]*grant, error) {
 	if n == 0 {
 		return nil, nil
 	}
@@ -138,7 +138,7 @@ func (m *Manager) admit(f *frozen, req ForkRequest, n int) ([]*grant, error) {
 		return nil, &Error{Code: CodeQueueFull, RetryAfter: retryLater, Message: "the pool of snapshot " + f.name() + " has no more children ready",
 			Hint: "make it larger with `forkd pool`, or don't ask for the pool only"}
 	}
-	if m.launches.full() {
+	if m.launches.full(owner) {
 		return nil, queueFull(m.limits.MaxQueue)
 	}
 	each := m.limits.childNeed(f.manifest.Shape)
@@ -221,11 +221,12 @@ func membersFault(err error) bool {
 
 // fallBack starts cold what could not be claimed.
 func (m *Manager) fallBack(ctx context.Context, f *frozen, req ForkRequest, why error) (*box, error) {
-	grants, refused := m.admit(f, req, 1)
+	owner := callerOf(ctx).Tenant
+	grants, refused := m.admit(owner, f, req, 1)
 	if refused != nil {
 		return nil, errors.Join(refused, why)
 	}
-	t := m.launches.enqueue(false)
+	t := m.launches.enqueue(owner)
 	defer t.release()
 	err := t.wait(ctx)
 	if err == nil {

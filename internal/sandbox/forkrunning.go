@@ -51,7 +51,7 @@ func (m *Manager) canFork(ctx context.Context, f *frozen, req ForkRunningRequest
 	if _, err := m.network(callerOf(ctx), f, req.Network); err != nil {
 		return err
 	}
-	grants, err := m.admit(f, req.request(f.tag), 1)
+	grants, err := m.admit(callerOf(ctx).Tenant, f, req.request(f.tag), 1)
 	for _, g := range grants {
 		g.release()
 	}

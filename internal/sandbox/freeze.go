@@ -63,7 +63,7 @@ func (z *freezing) take(ctx context.Context, mode memory.Mode, resumed func()) e
 		return err
 	}
 	defer unlock()
-	z.turn = z.m.branches.enqueue(false)
+	z.turn = z.m.branches.enqueue(z.box.tenant)
 	if err := z.turn.wait(ctx); err != nil {
 		return err
 	}

@@ -94,7 +94,7 @@ func (p *pool) wants() (bool, time.Duration) {
 
 // fillOne waits for a slot that no user wants and has a member made with it. It returns when that has begun, or why it can't.
 func (p *pool) fillOne() error {
-	t := p.m.launches.enqueue(true)
+	t := p.m.launches.enqueueLow()
 	if err := t.wait(p.life); err != nil {
 		t.release()
 		return err

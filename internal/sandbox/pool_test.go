@@ -167,7 +167,7 @@ func (d *daemon) stopRefills() {
 func TestRefillsWaitForUsers(t *testing.T) {
 	d := newWorld(t).start(t, options{limits: Limits{Launches: 1}})
 	d.snapshot(t, "py", nil)
-	blocker := d.launches.enqueue(false)
+	blocker := d.launches.enqueue("")
 	if _, err := d.SetPool(t.Context(), "py", 2); err != nil {
 		t.Fatal(err)
 	}

@@ -71,12 +71,12 @@ func (m *Manager) restart(ctx context.Context, b *box, f *frozen) (err error) {
 			m.warn(undo.run(), "unwind a resumption", b.id)
 		}
 	}()
-	grants, err := m.admit(f, ForkRequest{}, 1)
+	grants, err := m.admit(b.tenant, f, ForkRequest{}, 1)
 	if err != nil {
 		return err
 	}
 	undo.add(func() error { grants[0].release(); return nil })
-	turn := m.launches.enqueue(false)
+	turn := m.launches.enqueue(b.tenant)
 	defer turn.release()
 	if err := turn.wait(ctx); err != nil {
 		return err

@@ -86,7 +86,7 @@ func (z *suspension) begin(onlyIf func() bool) error {
 // run brings the sandbox to disk and says so: until then nothing is lost when it fails.
 func (z *suspension) run(ctx context.Context) error {
 	m := z.m
-	turn := m.branches.enqueue(false)
+	turn := m.branches.enqueue(z.box.tenant)
 	defer turn.release()
 	if err := turn.wait(ctx); err != nil {
 		return err

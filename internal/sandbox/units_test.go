@@ -69,14 +69,14 @@ func TestDeadlinesWaitForTheirCalls(t *testing.T) {
 
 func TestGateIsFairAndPrefersUsers(t *testing.T) {
 	g := newGate(2, 10)
-	held := []*ticket{g.enqueue(false), g.enqueue(false)}
-	low := g.enqueue(true)
+	held := []*ticket{g.enqueue("a"), g.enqueue("a")}
+	low := g.enqueueLow()
 	var order []int
 	var mu sync.Mutex
 	var wg sync.WaitGroup
 	tickets := make([]*ticket, 5)
 	for i := range tickets {
-		tickets[i] = g.enqueue(false)
+		tickets[i] = g.enqueue("a")
 	}
 	for i, tk := range tickets {
 		wg.Go(func() {
@@ -112,7 +112,7 @@ func TestGateIsFairAndPrefersUsers(t *testing.T) {
 	}
 	held[0].release()
 	<-low.granted
-	if second := g.enqueue(true); ready(second) {
+	if second := g.enqueueLow(); ready(second) {
 		t.Error("background work took the last slot")
 	}
 }
@@ -126,10 +126,46 @@ func ready(tk *ticket) bool {
 	}
 }
 
+// Who asks for much waits for himself: the others' turns come between his.
+func TestGateTakesTurns(t *testing.T) {
+	g := newGate(1, 2)
+	held := g.enqueue("a")
+	owners := map[*ticket]string{}
+	var all []*ticket
+	for _, owner := range []string{"a", "a", "a", "a", "b", "c", "b"} {
+		tk := g.enqueue(owner)
+		owners[tk] = owner
+		all = append(all, tk)
+	}
+	if !g.full("a") || !g.full("b") || g.full("c") || g.full("nobody") {
+		t.Errorf("full: a %v, b %v, c %v, nobody %v", g.full("a"), g.full("b"), g.full("c"), g.full("nobody"))
+	}
+	all[1].release() // gives up
+	all = slices.Delete(all, 1, 2)
+	var got string
+	for range len(all) {
+		held.release()
+		i := slices.IndexFunc(all, ready)
+		if i < 0 {
+			t.Fatalf("after %s nobody has a turn", got)
+		}
+		held = all[i]
+		got += owners[held]
+		all = slices.Delete(all, i, i+1)
+	}
+	held.release()
+	if got != "abcaba" {
+		t.Errorf("got turns %s, want abcaba", got)
+	}
+	if active, queued := g.load(); active != 0 || queued != 0 || g.lanes.Len() != 0 || len(g.byOwner) != 0 {
+		t.Errorf("left: %d active, %d queued, %d lanes", active, queued, g.lanes.Len())
+	}
+}
+
 func TestGateGivenUp(t *testing.T) {
 	g := newGate(1, 1)
-	first, second, third := g.enqueue(false), g.enqueue(false), g.enqueue(false)
-	if !g.full() {
+	first, second, third := g.enqueue("a"), g.enqueue("a"), g.enqueue("a")
+	if !g.full("a") {
 		t.Error("full: got false with two waiting, want true")
 	}
 	ctx, cancel := context.WithCancelCause(t.Context())

@@ -171,8 +171,12 @@ func (s *Server) guard(next http.Handler, unixSocket bool) http.Handler {
 			noteOf(r.Context()).unrecorded = true // else whoever reaches the port could fill the disk
 			err = &sandbox.Error{Code: codeRateLimited, Message: "too many requests without a valid key came from this address", Hint: tokenHint, RetryAfter: strangerRetry}
 		}
+		leave := func() {}
 		if err == nil {
 			err = slowDown(who)
+		}
+		if err == nil {
+			leave, err = s.atOnce.enter(who)
 		}
 		if err != nil {
 			if errors.Is(err, errToken) {
@@ -181,6 +185,7 @@ func (s *Server) guard(next http.Handler, unixSocket bool) http.Handler {
 			writeError(w, r, err)
 			return
 		}
+		defer leave()
 		ctx, end := who.bind(sandbox.WithCaller(r.Context(), who.caller))
 		defer end()
 		next.ServeHTTP(w, r.WithContext(ctx))

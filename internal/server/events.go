@@ -15,7 +15,7 @@ import (
 
 const (
 	eventBuffer    = 1024             // events that a reader may be behind
-	maxListeners   = 256              // readers at a time
+	maxListeners   = 4096             // readers at a time
 	maxListenersOf = 64               // of one tenant
 	eventHeartbeat = 15 * time.Second // a reader can tell silence from a dead connection
 	eventPatience  = 10 * time.Second // for one write: a reader that stops reading is gone

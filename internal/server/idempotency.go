@@ -15,11 +15,11 @@ import (
 	"github.com/forkd/forkd/internal/sandbox"
 )
 
-// How much is remembered for requests that come again.
+// How much is remembered for requests that come again, of each tenant.
 const (
 	replayWindow  = 10 * time.Minute
-	replayEntries = 4096
-	replayBytes   = 32 << 20
+	replayEntries = 1024
+	replayBytes   = 8 << 20
 	maxKeyLen     = 255
 )
 
@@ -32,14 +32,20 @@ type replays struct {
 
 	mu      sync.Mutex
 	byKey   map[string]*replay
-	order   *list.List // of *replay, oldest first
-	bytes   int
+	tenants map[string]*replayed
 	nowFunc func() time.Time
+}
+
+// replayed are the entries of one tenant: nobody's push out another's.
+type replayed struct {
+	order list.List // of *replay, oldest first
+	bytes int
 }
 
 // replay is one remembered answer, or one that is being made.
 type replay struct {
 	key     string
+	tenant  string
 	request [sha256.Size]byte
 	created time.Time
 	element *list.Element
@@ -51,19 +57,25 @@ type replay struct {
 }
 
 func newReplays(window time.Duration, maxEntries, maxBytes int) *replays {
-	return &replays{window: window, maxEntries: maxEntries, maxBytes: maxBytes, byKey: map[string]*replay{}, order: list.New(), nowFunc: time.Now}
+	return &replays{window: window, maxEntries: maxEntries, maxBytes: maxBytes, byKey: map[string]*replay{}, tenants: map[string]*replayed{}, nowFunc: time.Now}
 }
 
-// begin returns the entry of a key and whether the caller is to make its answer. When not, the entry may still be in the making.
-func (c *replays) begin(key string, request [sha256.Size]byte) (entry *replay, mine bool) {
+// begin returns the entry of a tenant's key and whether the caller is to make its answer. When not, the entry may still be in the making.
+func (c *replays) begin(tenant, key string, request [sha256.Size]byte) (entry *replay, mine bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.evict()
+	key = tenant + " " + key // no tenant has a space in its name
+	of := c.tenants[tenant]
+	if of == nil {
+		of = &replayed{}
+		c.tenants[tenant] = of
+	}
+	c.evict(of)
 	if old, ok := c.byKey[key]; ok {
 		return old, false
 	}
-	e := &replay{key: key, request: request, created: c.nowFunc(), done: make(chan struct{})}
-	e.element = c.order.PushBack(e)
+	e := &replay{key: key, tenant: tenant, request: request, created: c.nowFunc(), done: make(chan struct{})}
+	e.element = of.order.PushBack(e)
 	c.byKey[key] = e
 	return e, true
 }
@@ -77,21 +89,22 @@ func (c *replays) finish(e *replay, keep bool) {
 		c.remove(e)
 		return
 	}
-	c.bytes += len(e.body)
-	c.evict()
+	of := c.tenants[e.tenant]
+	of.bytes += len(e.body)
+	c.evict(of)
 }
 
 // evict drops what is too old or too much. Preconditions: c.mu is held.
-func (c *replays) evict() {
-	for el := c.order.Front(); el != nil; {
+func (c *replays) evict(of *replayed) {
+	for el := of.order.Front(); el != nil; {
 		e, next := el.Value.(*replay), el.Next()
-		over := c.order.Len() > c.maxEntries || c.bytes > c.maxBytes || c.nowFunc().Sub(e.created) > c.window
+		over := of.order.Len() > c.maxEntries || of.bytes > c.maxBytes || c.nowFunc().Sub(e.created) > c.window
 		if !over {
 			return
 		}
 		select {
 		case <-e.done:
-			c.bytes -= len(e.body)
+			of.bytes -= len(e.body)
 			c.remove(e)
 		default: // in the making: somebody may wait for it
 		}
@@ -101,7 +114,7 @@ func (c *replays) evict() {
 
 // remove forgets an entry. Preconditions: c.mu is held.
 func (c *replays) remove(e *replay) {
-	c.order.Remove(e.element)
+	c.tenants[e.tenant].order.Remove(e.element)
 	delete(c.byKey, e.key)
 }
 
@@ -123,9 +136,8 @@ func (s *Server) idempotent(next handler) handler {
 		request := sha256.Sum256(fmt.Append(nil, r.Header.Get("Accept"), "\n", string(body)))
 		// Whose key it is goes first: nobody gets what somebody else was answered.
 		who := noteOf(r.Context()).who
-		owner := who.tenant + " " + who.name
 		for {
-			e, mine := s.replays.begin(owner+" "+r.URL.Path+" "+key, request)
+			e, mine := s.replays.begin(who.tenant, who.name+" "+r.URL.Path+" "+key, request)
 			if mine {
 				return s.first(w, r, e, next)
 			}

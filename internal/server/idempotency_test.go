@@ -128,7 +128,7 @@ func TestReplaysAreBounded(t *testing.T) {
 	c := newReplays(time.Minute, 3, 100)
 	c.nowFunc = func() time.Time { return now }
 	add := func(key string, size int) {
-		e, mine := c.begin(key, sha256.Sum256(nil))
+		e, mine := c.begin("acme", key, sha256.Sum256(nil))
 		if !mine {
 			t.Fatalf("%s is there already", key)
 		}
@@ -136,10 +136,10 @@ func TestReplaysAreBounded(t *testing.T) {
 		c.finish(e, true)
 	}
 	has := func(key string) bool {
-		_, ok := c.byKey[key]
+		_, ok := c.byKey["acme "+key]
 		return ok
 	}
-	pending, _ := c.begin("pending", sha256.Sum256(nil))
+	pending, _ := c.begin("acme", "pending", sha256.Sum256(nil))
 	for i := range 4 {
 		add("n"+strconv.Itoa(i), 1)
 	}
@@ -156,7 +156,16 @@ func TestReplaysAreBounded(t *testing.T) {
 		t.Errorf("after the window: large %v, late %v", has("large"), has("late"))
 	}
 	c.finish(pending, false)
-	if has("pending") || c.bytes != 1 || c.order.Len() != 1 {
-		t.Errorf("left: %d bytes, %d entries, want 1 and 1", c.bytes, c.order.Len())
+	of := c.tenants["acme"]
+	if has("pending") || of.bytes != 1 || of.order.Len() != 1 {
+		t.Errorf("left: %d bytes, %d entries, want 1 and 1", of.bytes, of.order.Len())
+	}
+	for i := range 10 { // of another tenant
+		e, _ := c.begin("rival", strconv.Itoa(i), sha256.Sum256(nil))
+		e.status, e.body = 201, make([]byte, 90)
+		c.finish(e, true)
+	}
+	if !has("late") {
+		t.Error("another tenant's answers pushed it out")
 	}
 }

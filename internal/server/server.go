@@ -47,6 +47,8 @@ type Server struct {
 	token      atomic.Pointer[liveToken]
 	tokenLimit *rate.Limiter
 	strangers  *strangers
+	atOnce     *crowd // requests
+	jobs       *crowd // those that read or write whole snapshots
 	metrics    *metrics
 	replays    *replays
 	life       context.Context // ends when the grace period of a shutdown is over
@@ -64,7 +66,8 @@ func New(cfg Config) *Server {
 	if cfg.Timings == nil {
 		cfg.Timings = NewTimings()
 	}
-	s := &Server{Config: cfg, tokenLimit: cfg.KeyRate.Limiter(), strangers: newStrangers(), replays: newReplays(replayWindow, replayEntries, replayBytes)}
+	s := &Server{Config: cfg, tokenLimit: cfg.KeyRate.Limiter(), strangers: newStrangers(), atOnce: newCrowd("requests", maxAtOnce), jobs: newCrowd("jobs with whole snapshots", maxJobs),
+		replays: newReplays(replayWindow, replayEntries, replayBytes)}
 	s.SetToken(cfg.Token)
 	s.life, s.stop = context.WithCancelCause(context.Background())
 	s.draining, s.drain = context.WithCancel(context.Background())
@@ -104,14 +107,14 @@ func (s *Server) routes() []route {
 
 		{"GET", "/v1/snapshots", accessRead, s.listSnapshots, false},
 		{"POST", "/v1/snapshots", accessRun, s.createSnapshot, true},
-		{"POST", "/v1/snapshots/unpack", accessAdmin, s.unpack, false},
+		{"POST", "/v1/snapshots/unpack", accessAdmin, s.job(s.unpack), false},
 		{"DELETE", "/v1/snapshots/{tag}", accessRun, s.deleteSnapshot, false},
 		{"PUT", "/v1/snapshots/{tag}/sharing", accessHostAdmin, s.shareSnapshot, false},
 		{"GET", "/v1/snapshots/{tag}/info", accessRead, s.snapshotInfo, false},
-		{"POST", "/v1/snapshots/{tag}/verify", accessRun, s.verifySnapshot, false},
+		{"POST", "/v1/snapshots/{tag}/verify", accessRun, s.job(s.verifySnapshot), false},
 		{"POST", "/v1/snapshots/{tag}/diff", accessRun, s.diff, true},
-		{"POST", "/v1/snapshots/{tag}/compact", accessRun, s.compact, true},
-		{"GET", "/v1/snapshots/{tag}/pack", accessRun, s.pack, false},
+		{"POST", "/v1/snapshots/{tag}/compact", accessRun, s.job(s.compact), true},
+		{"GET", "/v1/snapshots/{tag}/pack", accessRun, s.job(s.pack), false},
 		{"GET", "/v1/snapshots/{tag}/pack/contents", accessRun, s.packContents, false},
 		{"GET", "/v1/snapshots/{tag}/pool", accessRead, s.getPool, false},
 		{"PUT", "/v1/snapshots/{tag}/pool", accessAdmin, s.setPool, false},

@@ -1,0 +1,64 @@
+package server
+
+import (
+	"fmt"
+	"net/http"
+	"sync"
+	"time"
+
+	"github.com/forkd/forkd/internal/sandbox"
+)
+
+// What the keys of a tenant may have under way at a time, in all. Whoever has the host itself is not counted.
+const (
+	maxAtOnce = 1024 // requests, streams, tunnels
+	maxJobs   = 4    // of those that read or write whole snapshots
+)
+
+// crowd counts what tenants have under way.
+type crowd struct {
+	what string
+	max  int
+
+	mu sync.Mutex
+	by map[string]int
+}
+
+func newCrowd(what string, most int) *crowd {
+	return &crowd{what: what, max: most, by: map[string]int{}}
+}
+
+// enter counts one more, until leave.
+func (c *crowd) enter(who principal) (leave func(), err error) {
+	if who.caller.KeyID == "" {
+		return func() {}, nil
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.by[who.tenant] >= c.max {
+		return nil, &sandbox.Error{Code: codeRateLimited, Message: fmt.Sprintf("the tenant %s has %d %s under way, which is as many as it may", who.tenant, c.max, c.what),
+			Hint: "let some of them end first", RetryAfter: time.Second}
+	}
+	c.by[who.tenant]++
+	return sync.OnceFunc(func() { c.leave(who.tenant) }), nil
+}
+
+func (c *crowd) leave(tenant string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.by[tenant]--; c.by[tenant] == 0 {
+		delete(c.by, tenant)
+	}
+}
+
+// job counts a handler's requests among the few that a tenant may have under way.
+func (s *Server) job(next handler) handler {
+	return func(w http.ResponseWriter, r *http.Request) error {
+		leave, err := s.jobs.enter(noteOf(r.Context()).who)
+		if err != nil {
+			return err
+		}
+		defer leave()
+		return next(w, r)
+	}
+}
