@@ -144,8 +144,8 @@ func (e *Engine) makeCell() (err error) {
 	return err
 }
 
-func (e *Engine) checkKVM() error {
-	err := probeguest.Accessible()
+// explainKVM says what an error of opening KVM means.
+func explainKVM(err error) error {
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return fmt.Errorf("this host has no KVM (%w): Firecracker needs it", err)
@@ -154,7 +154,14 @@ func (e *Engine) checkKVM() error {
 	case err != nil:
 		return fmt.Errorf("KVM can't be used: %w", err)
 	}
-	err = e.opt.KVM()
+	return nil
+}
+
+func (e *Engine) checkKVM() error {
+	if err := explainKVM(probeguest.Accessible()); err != nil {
+		return err
+	}
+	err := e.opt.KVM()
 	if e.opt.Bare && errors.Is(err, probeguest.ErrNoStockKernel) {
 		return nil
 	}

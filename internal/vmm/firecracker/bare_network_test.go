@@ -16,7 +16,17 @@ import (
 // TestBareNetwork has a real Firecracker, in its confinement, open the tap of each machine in that machine's own namespace: of a parent, of siblings,
 // and of a child of a branch.
 func TestBareNetwork(t *testing.T) {
-	b := newBareNet(t)
+	t.Run("confined", func(t *testing.T) { networkBare(t, newBareNet(t, Options{})) })
+	t.Run("jailed", func(t *testing.T) {
+		jailer := os.Getenv("FORKD_JAILER")
+		if jailer == "" {
+			t.Skip("FORKD_JAILER names no jailer of Firecracker's")
+		}
+		networkBare(t, newBareNet(t, Options{Jailer: jailer}))
+	})
+}
+
+func networkBare(t *testing.T, b *bare) {
 	var last *machine
 	for range 3 {
 		b.nic = newNIC(t, b.shape)
@@ -40,17 +50,17 @@ func TestBareNetwork(t *testing.T) {
 	checkNetworkLeft(t, b.nic)
 }
 
-func newBareNet(t *testing.T) *bare {
+func newBareNet(t *testing.T, opt Options) *bare {
 	t.Helper()
 	if !canHaveTaps() {
 		t.Skip("only root can make taps, where the kernel has them")
 	}
-	return newBareOf(t, vmm.Shape{MemMiB: bareMiB, VCPUs: 1, Net: true}, Options{})
+	return newBareOf(t, vmm.Shape{MemMiB: bareMiB, VCPUs: 1, Net: true}, opt)
 }
 
 // TestBareUnplugged restores a machine with a network device where there are no networks.
 func TestBareUnplugged(t *testing.T) {
-	b := newBareNet(t)
+	b := newBareNet(t, Options{})
 	m := b.child(t, b.image, b.state)
 	resume(t, m)
 	ask(t, m, []byte{probeguest.Echo}, probeguest.Echo)
@@ -64,7 +74,7 @@ func TestBareUnplugged(t *testing.T) {
 
 // TestBareNoTap: what Firecracker says of a tap that it can't open is not taken for a word about the snapshot.
 func TestBareNoTap(t *testing.T) {
-	b := newBareNet(t)
+	b := newBareNet(t, Options{})
 	nic := newNIC(t, b.shape)
 	held, err := unix.Dup(int(nic.Tap.Fd()))
 	if err != nil {

@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/vmm"
 	"github.com/forkd/forkd/internal/vmm/probeguest"
@@ -202,6 +204,20 @@ func TestBadInput(t *testing.T) {
 	}
 }
 
+func TestKVMThatCannotBeOpened(t *testing.T) {
+	for _, tt := range []struct {
+		err  error
+		want string
+	}{{os.ErrNotExist, "this host has no KVM"}, {os.ErrPermission, "join the group of /dev/kvm"}, {unix.ENODEV, "KVM can't be used"}} {
+		if got := explainKVM(&os.PathError{Op: "open", Path: probeguest.Device, Err: tt.err}); got == nil || !strings.Contains(got.Error(), tt.want) || !errors.Is(got, tt.err) {
+			t.Errorf("%v: got %v, want it to say %q", tt.err, got, tt.want)
+		}
+	}
+	if err := explainKVM(nil); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestProbedSaveMode: a binary that opens the memory's file first saves no state without memory, and that is found out.
 func TestProbedSaveMode(t *testing.T) {
 	for _, tt := range []struct {
@@ -225,7 +241,8 @@ func TestBadState(t *testing.T) {
 		t.Fatal(err)
 	}
 	b[len(b)/2] ^= 1
-	for name, state := range map[string][]byte{"empty": nil, "a bit flipped": b, "cut off": b[:len(b)-3]} {
+	other := fmt.Appendf(nil, "a device state of Firecracker 1.9 %08x", 1)
+	for name, state := range map[string][]byte{"empty": nil, "a bit flipped": b, "cut off": b[:len(b)-3], "of another version": other} {
 		t.Run(name, func(t *testing.T) {
 			if err := os.WriteFile(h.state.Name(), state, 0o600); err != nil {
 				t.Fatal(err)
