@@ -24,6 +24,24 @@ func (e BranchRequestMode) Valid() bool {
 	}
 }
 
+// Defines values for ConditionKind.
+const (
+	ConditionKindDiskFull ConditionKind = "disk_full"
+	ConditionKindGuestOom ConditionKind = "guest_oom"
+)
+
+// Valid indicates whether the value is a known member of the ConditionKind enum.
+func (e ConditionKind) Valid() bool {
+	switch e {
+	case ConditionKindDiskFull:
+		return true
+	case ConditionKindGuestOom:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for Encoding.
 const (
 	EncodingBase64 Encoding = "base64"
@@ -44,12 +62,14 @@ func (e Encoding) Valid() bool {
 
 // Defines values for EventKind.
 const (
-	EventKindDropped         EventKind = "dropped"
-	EventKindPool            EventKind = "pool"
-	EventKindSandboxState    EventKind = "sandbox_state"
-	EventKindSnapshotDeleted EventKind = "snapshot_deleted"
-	EventKindSnapshotFailed  EventKind = "snapshot_failed"
-	EventKindSnapshotReady   EventKind = "snapshot_ready"
+	EventKindDropped              EventKind = "dropped"
+	EventKindPool                 EventKind = "pool"
+	EventKindSandboxCondition     EventKind = "sandbox_condition"
+	EventKindSandboxConditionOver EventKind = "sandbox_condition_over"
+	EventKindSandboxState         EventKind = "sandbox_state"
+	EventKindSnapshotDeleted      EventKind = "snapshot_deleted"
+	EventKindSnapshotFailed       EventKind = "snapshot_failed"
+	EventKindSnapshotReady        EventKind = "snapshot_ready"
 )
 
 // Valid indicates whether the value is a known member of the EventKind enum.
@@ -58,6 +78,10 @@ func (e EventKind) Valid() bool {
 	case EventKindDropped:
 		return true
 	case EventKindPool:
+		return true
+	case EventKindSandboxCondition:
+		return true
+	case EventKindSandboxConditionOver:
 		return true
 	case EventKindSandboxState:
 		return true
@@ -364,10 +388,28 @@ type CompactRequest struct {
 	To Name `json:"to"`
 }
 
+// Condition defines model for Condition.
+type Condition struct {
+	// Count guest_oom: programs that were killed since the sandbox was started.
+	Count int `json:"count,omitempty"`
+
+	// Detail For people.
+	Detail string `json:"detail"`
+
+	// Kind guest_oom: the guest's kernel killed programs for want of the guest's own memory. disk_full: hardly anything can be written in the guest.
+	Kind ConditionKind `json:"kind"`
+
+	// SinceUnixMS When the daemon learned of it.
+	SinceUnixMS int64 `json:"since_unix_ms"`
+}
+
+// ConditionKind guest_oom: the guest's kernel killed programs for want of the guest's own memory. disk_full: hardly anything can be written in the guest.
+type ConditionKind string
+
 // DeniedAttempt defines model for DeniedAttempt.
 type DeniedAttempt struct {
-	Addr    string `json:"addr"`
-	Packets int64  `json:"packets"`
+	Addr     string `json:"addr"`
+	Attempts int64  `json:"attempts"`
 
 	// Port 0 for others than TCP and UDP.
 	Port int `json:"port"`
@@ -443,6 +485,8 @@ type EvalRequest struct {
 
 // EvalResult defines model for EvalResult.
 type EvalResult struct {
+	// DiskFull It failed, and the guest's disk was full.
+	DiskFull   bool    `json:"disk_full,omitempty"`
 	DurationMS float64 `json:"duration_ms"`
 
 	// Error Traceback; null when it went well.
@@ -450,6 +494,9 @@ type EvalResult struct {
 
 	// ExitCode 0 or 1.
 	ExitCode int `json:"exit_code"`
+
+	// OomKilled The guest's kernel killed it, or a process that it had started, for want of memory.
+	OomKilled bool `json:"oom_killed,omitempty"`
 
 	// Result repr of the last expression; null when there is none, it is None, or the code failed.
 	Result    *string `json:"result"`
@@ -461,9 +508,11 @@ type EvalResult struct {
 
 // Event defines model for Event.
 type Event struct {
-	Kind      EventKind `json:"kind"`
-	Reason    string    `json:"reason,omitempty"`
-	SandboxID string    `json:"sandbox_id,omitempty"`
+	// Condition Of sandbox_condition, which tells that one begins or that another program was killed, and of sandbox_condition_over.
+	Condition ConditionKind `json:"condition,omitempty"`
+	Kind      EventKind     `json:"kind"`
+	Reason    string        `json:"reason,omitempty"`
+	SandboxID string        `json:"sandbox_id,omitempty"`
 
 	// State The sandbox's new state.
 	State string `json:"state,omitempty"`
@@ -498,17 +547,22 @@ type ExecRequest struct {
 
 // ExecResult defines model for ExecResult.
 type ExecResult struct {
+	// DiskFull It failed, and the guest's disk was full.
+	DiskFull   bool    `json:"disk_full,omitempty"`
 	DurationMS float64 `json:"duration_ms"`
 
 	// Encoding How stdin is and stdout and stderr are to be encoded. In text, bytes that are not UTF-8 are replaced.
 	Encoding Encoding `json:"encoding,omitempty"`
 
 	// ExitCode 128 + the signal's number when one ended it.
-	ExitCode int    `json:"exit_code"`
-	Signal   string `json:"signal,omitempty"`
-	Stderr   string `json:"stderr"`
-	Stdout   string `json:"stdout"`
-	TimedOut bool   `json:"timed_out"`
+	ExitCode int `json:"exit_code"`
+
+	// OomKilled The guest's kernel killed it, or a process that it had started, for want of memory.
+	OomKilled bool   `json:"oom_killed,omitempty"`
+	Signal    string `json:"signal,omitempty"`
+	Stderr    string `json:"stderr"`
+	Stdout    string `json:"stdout"`
+	TimedOut  bool   `json:"timed_out"`
 
 	// Truncated Whether output was cut at max_output_bytes.
 	Truncated bool `json:"truncated"`
@@ -791,11 +845,11 @@ type NetworkStatus struct {
 	// Denied Of the last hour, up to 256, the most tried first.
 	Denied []DeniedAttempt `json:"denied"`
 
+	// DeniedAttempts Connections that were tried and the policy did not let through; the same again within 30 seconds, as programs do, is one.
+	DeniedAttempts int64 `json:"denied_attempts"`
+
 	// DeniedNames Names that were asked for in vain, since the daemon started, up to 256.
 	DeniedNames []DeniedName `json:"denied_names"`
-
-	// DeniedPackets That the policy did not let through.
-	DeniedPackets int64 `json:"denied_packets"`
 
 	// ForgedPackets With an address that is not the guest's.
 	ForgedPackets int64  `json:"forged_packets"`
@@ -898,6 +952,9 @@ type SandboxInfo struct {
 	AutoResume      bool    `json:"auto_resume,omitempty"`
 	AutoSuspendSecs float64 `json:"auto_suspend_secs,omitempty"`
 	BranchCount     int     `json:"branch_count"`
+
+	// Conditions What is the matter with it though it lives. Absent when nothing is.
+	Conditions []Condition `json:"conditions,omitempty"`
 
 	// Confinement How far its monitor is confined; absent when there is none. full: a user, namespaces and a root of its own. user: it runs as the daemon's user, who is not root. none: it runs as root.
 	Confinement   SandboxInfoConfinement `json:"confinement,omitempty"`
@@ -1012,22 +1069,29 @@ type SnapshotDetail struct {
 	CreatedAtUnix int64  `json:"created_at_unix"`
 
 	// Dependents Snapshots that rest on it.
-	Dependents          []string   `json:"dependents"`
-	DiffLogicalBytes    int64      `json:"diff_logical_bytes,omitempty"`
-	DiffMS              float64    `json:"diff_ms,omitempty"`
-	DiffPhysicalBytes   int64      `json:"diff_physical_bytes,omitempty"`
-	Dir                 string     `json:"dir"`
-	Engine              string     `json:"engine"`
-	EngineVersion       string     `json:"engine_version"`
-	ID                  string     `json:"id"`
-	Image               string     `json:"image"`
-	MemMiB              int        `json:"mem_mib"`
-	MemoryLogicalBytes  int64      `json:"memory_logical_bytes"`
-	MemoryPhysicalBytes int64      `json:"memory_physical_bytes"`
-	ParentContentHash   *string    `json:"parent_content_hash"`
-	ParentTag           *string    `json:"parent_tag"`
-	PauseMS             float64    `json:"pause_ms,omitempty"`
-	Pool                PoolStatus `json:"pool"`
+	Dependents        []string `json:"dependents"`
+	DiffLogicalBytes  int64    `json:"diff_logical_bytes,omitempty"`
+	DiffMS            float64  `json:"diff_ms,omitempty"`
+	DiffPhysicalBytes int64    `json:"diff_physical_bytes,omitempty"`
+	Dir               string   `json:"dir"`
+	Engine            string   `json:"engine"`
+	EngineVersion     string   `json:"engine_version"`
+
+	// HasNetwork Whether its machines have a network device.
+	HasNetwork bool   `json:"has_network,omitempty"`
+	ID         string `json:"id"`
+	Image      string `json:"image"`
+
+	// Limits Of children that are forked without.
+	Limits              *Limits        `json:"limits,omitempty"`
+	MemMiB              int            `json:"mem_mib"`
+	MemoryLogicalBytes  int64          `json:"memory_logical_bytes"`
+	MemoryPhysicalBytes int64          `json:"memory_physical_bytes"`
+	Network             *NetworkPolicy `json:"network,omitempty"`
+	ParentContentHash   *string        `json:"parent_content_hash"`
+	ParentTag           *string        `json:"parent_tag"`
+	PauseMS             float64        `json:"pause_ms,omitempty"`
+	Pool                PoolStatus     `json:"pool"`
 
 	// Public Whether all tenants may fork it.
 	Public bool `json:"public,omitempty"`
@@ -1081,9 +1145,12 @@ type SnapshotInfo struct {
 	EngineVersion     string `json:"engine_version"`
 
 	// HasNetwork Whether its machines have a network device.
-	HasNetwork          bool           `json:"has_network,omitempty"`
-	ID                  string         `json:"id"`
-	Image               string         `json:"image"`
+	HasNetwork bool   `json:"has_network,omitempty"`
+	ID         string `json:"id"`
+	Image      string `json:"image"`
+
+	// Limits Of children that are forked without.
+	Limits              *Limits        `json:"limits,omitempty"`
 	MemMiB              int            `json:"mem_mib"`
 	MemoryLogicalBytes  int64          `json:"memory_logical_bytes"`
 	MemoryPhysicalBytes int64          `json:"memory_physical_bytes"`

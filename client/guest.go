@@ -34,6 +34,8 @@ type ExecResult struct {
 	Signal         string // that ended it, or ""
 	TimedOut       bool
 	Truncated      bool // output was cut at MaxOutputBytes
+	OOMKilled      bool // the guest's kernel killed it, or a process that it had started, for want of memory
+	DiskFull       bool // it failed, and the guest's disk was full
 	Duration       time.Duration
 }
 
@@ -66,7 +68,7 @@ func (c *Client) Exec(ctx context.Context, id string, req ExecRequest) (ExecResu
 	if err := c.call(ctx, http.MethodPost, sandboxPath(id)+"/exec", body, &answer); err != nil {
 		return ExecResult{}, err
 	}
-	res := ExecResult{ExitCode: answer.ExitCode, Signal: answer.Signal, TimedOut: answer.TimedOut, Truncated: answer.Truncated,
+	res := ExecResult{ExitCode: answer.ExitCode, Signal: answer.Signal, TimedOut: answer.TimedOut, Truncated: answer.Truncated, OOMKilled: answer.OomKilled, DiskFull: answer.DiskFull,
 		Duration: time.Duration(answer.DurationMS * float64(time.Millisecond))}
 	var err error
 	if res.Stdout, err = base64.StdEncoding.DecodeString(answer.Stdout); err != nil {

@@ -36,7 +36,9 @@ func (c *doctorCmd) Run(p *program) error {
 		binary = qemu.DefaultBinary
 	}
 	options := hostcheck.Options{DataDir: c.Data, KVM: func(context.Context) error { return probeguest.Check() }}
-	options.Network = hostnet.Try
+	options.Network, options.Closed = hostnet.Try, hostnet.Closed
+	options.Confinement = func() (string, error) { return c.tryConfinement(binary) }
+	options.Limits = c.tryLimits
 	options.Firecracker = c.describeFirecracker
 	if _, err := exec.LookPath(binary); err == nil {
 		options.KVM = func(ctx context.Context) error { return qemu.KVMWorks(ctx, binary) }

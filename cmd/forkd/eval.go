@@ -49,6 +49,7 @@ func (c *evalCmd) Run(p *program) error {
 		if res.Truncated {
 			p.say("forkd: output was cut")
 		}
+		p.sayShort(res.OomKilled, res.DiskFull)
 	}
 	if res.Error != nil {
 		return &codedError{code: exitError}

@@ -51,7 +51,7 @@ func (p *program) printEvent(e client.Event) error {
 	}
 	if !p.cli.JSON {
 		words := []string{time.UnixMilli(e.TimeUnixMS).Format(time.TimeOnly), strings.ReplaceAll(string(e.Kind), "_", " ")}
-		for _, word := range []string{e.SandboxID, e.Tag, e.State, strings.ReplaceAll(e.Reason, "\n", " ")} {
+		for _, word := range []string{e.SandboxID, e.Tag, e.State, strings.ReplaceAll(string(e.Condition), "_", " "), strings.ReplaceAll(e.Reason, "\n", " ")} {
 			if word != "" {
 				words = append(words, word)
 			}

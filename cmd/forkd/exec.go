@@ -50,10 +50,20 @@ func (c *execCmd) Run(p *program) error {
 	return p.printExec(res, c.Timeout)
 }
 
+// sayShort says what something that failed was short of.
+func (p *program) sayShort(memory, disk bool) {
+	if memory {
+		p.say("forkd: the guest had no memory left, and its kernel killed this or what it had started")
+	}
+	if disk {
+		p.say("forkd: the guest's disk is full")
+	}
+}
+
 func (p *program) printExec(res client.ExecResult, timeout time.Duration) error {
 	if p.cli.JSON {
 		err := p.printJSON(map[string]any{"stdout": string(res.Stdout), "stderr": string(res.Stderr), "exit_code": res.ExitCode, "signal": res.Signal,
-			"timed_out": res.TimedOut, "truncated": res.Truncated, "duration_ms": float64(res.Duration.Microseconds()) / 1000})
+			"timed_out": res.TimedOut, "truncated": res.Truncated, "oom_killed": res.OOMKilled, "disk_full": res.DiskFull, "duration_ms": float64(res.Duration.Microseconds()) / 1000})
 		if err != nil {
 			return err
 		}
@@ -68,6 +78,7 @@ func (p *program) printExec(res client.ExecResult, timeout time.Duration) error 
 		if res.TimedOut {
 			p.say("forkd: the command was killed after %s", timeout)
 		}
+		p.sayShort(res.OOMKilled, res.DiskFull)
 	}
 	switch {
 	case res.TimedOut:

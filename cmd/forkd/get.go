@@ -29,11 +29,20 @@ func (c *getCmd) Run(p *program) error {
 		return p.printJSON(s)
 	}
 	return p.facts([][2]string{
-		{"id", s.ID}, {"name", s.Name}, {"snapshot", fmt.Sprintf("%s (%s)", s.SnapshotTag, s.SnapshotID)}, {"state", string(s.State)}, {"reason", s.Reason},
+		{"id", s.ID}, {"name", s.Name}, {"snapshot", fmt.Sprintf("%s (%s)", s.SnapshotTag, s.SnapshotID)}, {"state", string(s.State)}, {"reason", s.Reason}, {"conditions", conditionsText(s)},
 		{"created", time.Unix(s.CreatedAtUnix, 0).Format(time.RFC3339)}, {"suspended", suspendedAt(s)}, {"deadline", until(s.DeadlineUnix)},
 		{"started", s.Path}, {"ready after", millis(s.ReadyMS)}, {"pid", strconv.Itoa(s.PID)}, {"limits", limitsText(s.Limits)}, {"network", policyText(s.Network)}, {"confinement", string(s.Confinement)},
 		{"idle", idleRule(s)}, {"branches", strconv.Itoa(s.BranchCount)}, {"env", pairs(s.Env)}, {"metadata", pairs(s.Metadata)},
 	})
+}
+
+// conditionsText says what is the matter with a sandbox.
+func conditionsText(s client.Sandbox) string {
+	var all []string
+	for _, c := range s.Conditions {
+		all = append(all, c.Detail)
+	}
+	return strings.Join(all, "; ")
 }
 
 // idleRule says what becomes of a sandbox that nobody uses.

@@ -2,6 +2,7 @@ package main
 
 import (
 	"strconv"
+	"strings"
 
 	"github.com/forkd/forkd/client"
 )
@@ -43,6 +44,15 @@ func ofTag(list []client.Sandbox, tag string) []client.Sandbox {
 	return kept
 }
 
+// stateText is a sandbox's state, with what is the matter with it.
+func stateText(s client.Sandbox) string {
+	text := string(s.State)
+	for _, c := range s.Conditions {
+		text += ", " + strings.ReplaceAll(string(c.Kind), "_", " ")
+	}
+	return text
+}
+
 func (p *program) sandboxTable(list []client.Sandbox) error {
 	var rows [][]string
 	for _, s := range list {
@@ -50,7 +60,7 @@ func (p *program) sandboxTable(list []client.Sandbox) error {
 		if s.PID != 0 {
 			pid = strconv.Itoa(s.PID)
 		}
-		rows = append(rows, []string{s.ID, dash(s.SnapshotTag), string(s.State), dash(s.Path), millis(s.ReadyMS), pid, ago(s.CreatedAtUnix), until(s.DeadlineUnix), dash(s.Name)})
+		rows = append(rows, []string{s.ID, dash(s.SnapshotTag), stateText(s), dash(s.Path), millis(s.ReadyMS), pid, ago(s.CreatedAtUnix), until(s.DeadlineUnix), dash(s.Name)})
 	}
 	return p.table([]string{"ID", "SNAPSHOT", "STATE", "PATH", "READY AFTER", "PID", "CREATED", "DEADLINE", "NAME"}, rows)
 }

@@ -72,7 +72,7 @@ func (c *netCmd) Run(p *program) error {
 func (p *program) printNetwork(st client.NetworkStatus) error {
 	err := p.facts([][2]string{
 		{"id", st.ID}, {"policy", policyText(&st.Policy)}, {"sent", size(st.SentBytes)}, {"received", size(st.ReceivedBytes)},
-		{"denied packets", count(st.DeniedPackets)}, {"IPv6 packets", count(st.Ipv6Packets)}, {"forged packets", count(st.ForgedPackets)},
+		{"denied attempts", count(st.DeniedAttempts)}, {"IPv6 packets", count(st.Ipv6Packets)}, {"forged packets", count(st.ForgedPackets)},
 		{"monitor's packets", count(st.MonitorPackets)},
 	})
 	if err != nil || len(st.Denied)+len(st.DeniedNames) == 0 {
@@ -87,7 +87,7 @@ func (p *program) printNetwork(st client.NetworkStatus) error {
 		if d.Port != 0 {
 			port = strconv.Itoa(d.Port)
 		}
-		rows = append(rows, []string{d.Addr, d.Proto, port, count(d.Packets), ""})
+		rows = append(rows, []string{d.Addr, d.Proto, port, count(d.Attempts), ""})
 	}
 	return p.table([]string{"DENIED", "BY", "PORT", "TIMES", "LAST"}, rows)
 }

@@ -34,6 +34,7 @@ func (c *snapshotInfoCmd) Run(p *program) error {
 		{"tag", s.Tag}, {"id", s.ID}, {"status", string(s.Status)}, {"warning", s.Warning}, {"bootable", yesNo(s.Bootable)},
 		{"image", s.Image}, {"created", time.Unix(s.CreatedAtUnix, 0).Format(time.RFC3339)},
 		{"machine", fmt.Sprintf("%d MiB, %d vCPU", s.MemMiB, s.VCPUs)}, {"engine", strings.TrimSpace(s.Engine + " " + s.EngineVersion + " " + s.Accel)},
+		{"network", networkText(s)}, {"limits", limitsText(s.Limits)},
 		{"python", yesNo(s.Python)}, {"resident", yesNo(s.Resident)},
 		{"memory", fmt.Sprintf("%s, %s on disk", size(s.MemoryLogicalBytes), size(s.MemoryPhysicalBytes))}, {"device state", size(s.VmstateBytes)},
 		{"boot and warm-up", millis(s.BootWarmMS)},
@@ -42,6 +43,14 @@ func (c *snapshotInfoCmd) Run(p *program) error {
 		{"branched from", s.BranchedFrom}, {"pause", nonzero(s.PauseMS, millis)}, {"changed", changed(s)},
 		{"content hash", s.ContentHash}, {"directory", s.Dir},
 	})
+}
+
+// networkText is what children may reach that are forked without a policy of their own.
+func networkText(s client.SnapshotDetail) string {
+	if !s.HasNetwork {
+		return "no device"
+	}
+	return policyText(s.Network)
 }
 
 // changed is what a branch changed; "" for what is none.

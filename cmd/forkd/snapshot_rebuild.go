@@ -47,8 +47,12 @@ func (c *snapshotRebuildCmd) Run(p *program) error {
 	if to == "" {
 		to = c.Tag + "-rebuilt"
 	}
-	return p.createSnapshot(cl, client.SnapshotRequest{Tag: to, Image: old.Recipe.Image, MemMiB: old.MemMiB, VCPUs: old.VCPUs,
-		WarmUp: old.Recipe.WarmUp, Probe: old.Recipe.Probe, Env: old.Recipe.Env}, c.Quiet)
+	req := client.SnapshotRequest{Tag: to, Image: old.Recipe.Image, MemMiB: old.MemMiB, VCPUs: old.VCPUs,
+		WarmUp: old.Recipe.WarmUp, Probe: old.Recipe.Probe, Env: old.Recipe.Env, Limits: old.Limits}
+	if old.HasNetwork {
+		req.Network = old.Network
+	}
+	return p.createSnapshot(cl, req, c.Quiet)
 }
 
 // checkEngine refuses to make with one engine what was meant for another.

@@ -52,6 +52,20 @@ type Options struct {
 	Firecracker func(context.Context) (string, error)
 	// Network says why machines can have no networks here. Nil leaves that out.
 	Network func() error
+	// Closed names what drops packets that this host passes on. Nil leaves that out.
+	Closed func() ([]string, error)
+	// Confinement says how far monitors are confined, having tried it: full, user or none. Nil leaves that out.
+	Confinement func() (level string, problem error)
+	// Limits says where control groups are made, having tried it. Nil: it is guessed from what is mounted.
+	Limits func() (Limits, error)
+}
+
+// Limits are what keeps sandboxes to their limits.
+type Limits struct {
+	Version int      // of control groups
+	Dir     string   // below which they are made; "": nowhere
+	Missing []string // kinds of limits that can't be kept: memory, cpu, pids, io
+	Why     error
 }
 
 // Run does all checks. Those that run programs end with ctx.
@@ -72,8 +86,10 @@ func Run(ctx context.Context, h Host, opt Options) []Check {
 		{"branch", r.branch},
 		{"root", r.root},
 		{"image tools", r.imageTools},
-		{"cgroup", r.cgroup},
+		{"confinement", r.confinement},
+		{"cgroup", r.limits},
 		{"network", r.network},
+		{"firewall", r.firewall},
 		{"memory", r.memory},
 		{"overcommit", r.overcommit},
 		{"disk", r.disk},

@@ -31,7 +31,7 @@ func (s *Slot) Status() (netpolicy.Status, error) {
 	if err != nil {
 		return out, err
 	}
-	out.DeniedPackets, out.IPv6Packets = counters[deniedCount], counters[ipv6Count]
+	out.DeniedAttempts, out.IPv6Packets = counters[deniedCount], counters[ipv6Count]
 	out.ForgedPackets, out.MonitorPackets = counters[forgedCount], counters[monitorCount]
 	elements, err := s.conn.GetSetElements(deniedElements())
 	if err != nil {
@@ -43,7 +43,7 @@ func (s *Slot) Status() (netpolicy.Status, error) {
 		}
 	}
 	slices.SortFunc(out.Denied, func(a, b netpolicy.Denied) int {
-		return cmp.Or(cmp.Compare(b.Packets, a.Packets), a.Addr.Compare(b.Addr), cmp.Compare(a.Port, b.Port))
+		return cmp.Or(cmp.Compare(b.Attempts, a.Attempts), a.Addr.Compare(b.Addr), cmp.Compare(a.Port, b.Port))
 	})
 	out.DeniedNames = s.denials.list()
 	out.SentBytes, out.ReceivedBytes, err = s.traffic()
@@ -87,7 +87,7 @@ func readDenied(e nftables.SetElement) (netpolicy.Denied, bool) {
 		d.Proto = fmt.Sprint(proto)
 	}
 	if e.Counter != nil {
-		d.Packets = e.Counter.Packets
+		d.Attempts = e.Counter.Packets
 	}
 	return d, true
 }

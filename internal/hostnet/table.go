@@ -21,6 +21,7 @@ const (
 	hostSet      = "host"      // addresses of the host and of metadata services
 	protectedSet = "protected" // ranges
 	deniedSet    = "denied"    // what was tried in vain: destination, protocol, port
+	seenSet      = "seen"      // connections of which that is known, with the guest's port
 
 	chainForward = "forward"
 	chainPolicy  = "policy"  // what replaces the policy fills it: who may pass
@@ -29,8 +30,9 @@ const (
 	chainPass    = "pass"
 	chainNames   = "names" // who may ask the resolver
 	chainDeny    = "deny"
+	chainReject  = "reject"
 
-	deniedCount  = "denied"  // packets that the policy did not let through
+	deniedCount  = "denied"  // connections that were tried and the policy did not let through
 	ipv6Count    = "ipv6"    // packets of IPv6, without those by which it looks around
 	forgedCount  = "forged"  // packets that are not from the guest's own address
 	monitorCount = "monitor" // packets that the monitor itself sent elsewhere than to its guest
@@ -42,6 +44,13 @@ const (
 	deniedKeptFor = time.Hour
 )
 
+// How many connections are told apart, and for how long: what a program says again and again is one attempt in that time. Of more than can be
+// told apart each packet is one.
+const (
+	seenKept    = 4096
+	seenKeptFor = 30 * time.Second
+)
+
 func table() *nftables.Table {
 	return &nftables.Table{Name: tableName, Family: nftables.TableFamilyINet}
 }
@@ -49,6 +58,11 @@ func table() *nftables.Table {
 func deniedElements() *nftables.Set {
 	return &nftables.Set{Table: table(), Name: deniedSet, Dynamic: true, HasTimeout: true, Timeout: deniedKeptFor, Size: deniedKept, Counter: true,
 		KeyType: nftables.MustConcatSetType(nftables.TypeIPAddr, nftables.TypeInetProto, nftables.TypeInetService)}
+}
+
+func seenElements() *nftables.Set {
+	return &nftables.Set{Table: table(), Name: seenSet, Dynamic: true, HasTimeout: true, Timeout: seenKeptFor, Size: seenKept,
+		KeyType: nftables.MustConcatSetType(nftables.TypeIPAddr, nftables.TypeInetProto, nftables.TypeInetService, nftables.TypeInetService)}
 }
 
 func hostElements() *nftables.Set {
@@ -98,11 +112,12 @@ func makeTables(conn *nftables.Conn, host []netip.Addr) error {
 		conn.AddObj(&nftables.NamedObj{Table: t, Name: name, Type: nftables.ObjTypeCounter, Obj: &expr.Counter{}})
 	}
 	r.note(conn.AddSet(deniedElements(), nil))
+	r.note(conn.AddSet(seenElements(), nil))
 	r.note(conn.AddSet(hostElements(), addrElements(host)))
 	protected := &nftables.Set{Table: t, Name: protectedSet, Interval: true, KeyType: nftables.TypeIPAddr}
 	r.note(conn.AddSet(protected, prefixElements(netpolicy.Protected())))
 
-	for _, name := range append([]string{chainDeny}, policyChains...) {
+	for _, name := range append([]string{chainDeny, chainReject}, policyChains...) {
 		conn.AddChain(&nftables.Chain{Name: name, Table: t})
 	}
 	r.deny(t)
@@ -164,24 +179,35 @@ func (r *ruleset) ingress() {
 // deny notes what was tried and says no, so that programs need not wait.
 func (r *ruleset) deny(t *nftables.Table) {
 	const key = 8 // the first of the registers of 4 bytes
-	note := func(port expr.Any) exprs {
-		return exprs{
-			&expr.Payload{DestRegister: key, Base: expr.PayloadBaseNetworkHeader, Offset: daddrOffset, Len: 4},
-			&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: key + 1}, port,
-			&expr.Dynset{SrcRegKey: key, SetName: deniedSet, Operation: uint32(unix.NFT_DYNSET_OP_UPDATE)},
-		}
+	where := exprs{
+		&expr.Payload{DestRegister: key, Base: expr.PayloadBaseNetworkHeader, Offset: daddrOffset, Len: 4},
+		&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: key + 1},
 	}
-	port := &expr.Payload{DestRegister: key + 2, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2}
+	port := func(register, offset uint32) expr.Any {
+		return &expr.Payload{DestRegister: register, Base: expr.PayloadBaseTransportHeader, Offset: offset, Len: 2}
+	}
+	none := func(register uint32) expr.Any { return &expr.Immediate{Register: register, Data: make([]byte, 4)} }
+	kinds := []struct{ which, to, from exprs }{
+		{l4proto(unix.IPPROTO_TCP), exprs{port(key+2, 2)}, exprs{port(key+3, 0)}},
+		{l4proto(unix.IPPROTO_UDP), exprs{port(key+2, 2)}, exprs{port(key+3, 0)}},
+		{exprs{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1}, compare(expr.CmpOpNeq, []byte{unix.IPPROTO_TCP}), compare(expr.CmpOpNeq, []byte{unix.IPPROTO_UDP})},
+			exprs{none(key + 2)}, exprs{none(key + 3)}},
+	}
+	note := func(set string, op uint32) exprs {
+		return exprs{&expr.Dynset{SrcRegKey: key, SetName: set, Operation: op}}
+	}
+	for _, k := range kinds {
+		r.rule(t, chainDeny, k.which, where, k.to, k.from, exprs{&expr.Lookup{SourceRegister: key, SetName: seenSet}}, goTo(chainReject))
+	}
 	r.rule(t, chainDeny, counted(deniedCount))
-	for _, p := range []uint8{unix.IPPROTO_TCP, unix.IPPROTO_UDP} {
-		r.rule(t, chainDeny, l4proto(p), note(port))
+	for _, k := range kinds {
+		r.rule(t, chainDeny, k.which, where, k.to, note(deniedSet, unix.NFT_DYNSET_OP_UPDATE))
+		r.rule(t, chainDeny, k.which, where, k.to, k.from, note(seenSet, unix.NFT_DYNSET_OP_ADD))
 	}
-	other := exprs{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1}, compare(expr.CmpOpNeq, []byte{unix.IPPROTO_TCP}),
-		compare(expr.CmpOpNeq, []byte{unix.IPPROTO_UDP})}
-	r.rule(t, chainDeny, other, note(&expr.Immediate{Register: key + 2, Data: make([]byte, 4)}))
-	r.rule(t, chainDeny, l4proto(unix.IPPROTO_TCP), exprs{&expr.Reject{Type: unix.NFT_REJECT_TCP_RST}})
+	r.rule(t, chainDeny, goTo(chainReject))
+	r.rule(t, chainReject, l4proto(unix.IPPROTO_TCP), exprs{&expr.Reject{Type: unix.NFT_REJECT_TCP_RST}})
 	const prohibited = 3 // NFT_REJECT_ICMPX_ADMIN_PROHIBITED
-	r.rule(t, chainDeny, exprs{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: prohibited}})
+	r.rule(t, chainReject, exprs{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: prohibited}})
 }
 
 func addrElements(addrs []netip.Addr) []nftables.SetElement {

@@ -10,8 +10,10 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
 
 	"github.com/forkd/forkd/internal/confine"
 )
@@ -27,6 +29,19 @@ func TestMain(m *testing.M) {
 			held = append(held, bytes.Repeat([]byte{1}, 1<<20))
 		}
 		fmt.Println(len(held))
+	case "cpu":
+		for used := time.Duration(0); used < burnt; {
+			var u unix.Rusage
+			if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
+				fmt.Println(err)
+				return
+			}
+			used = time.Duration(u.Utime.Nano() + u.Stime.Nano())
+		}
+	case "disk":
+		if err := writeThrough(os.Getenv("FORKD_LIMITS_FILE"), written); err != nil {
+			fmt.Println(err)
+		}
 	case "threads":
 		var held []*exec.Cmd
 		for range 100 {
@@ -134,7 +149,7 @@ func start(t *testing.T, g *Group, take string) (*exec.Cmd, *bytes.Buffer) {
 		t.Fatal(err)
 	}
 	cmd := exec.Command(self)
-	cmd.Env = []string{"FORKD_LIMITS_TAKE=" + take}
+	cmd.Env = append(os.Environ(), "FORKD_LIMITS_TAKE="+take)
 	var out bytes.Buffer
 	cmd.Stdout = &out
 	cmd.SysProcAttr = &syscall.SysProcAttr{}
@@ -200,6 +215,76 @@ func TestLimitsMove(t *testing.T) {
 	}
 	if got := r.Adopt("other", Limits{}); got != nil {
 		t.Errorf("Adopt() of one that is not there = %+v", got)
+	}
+}
+
+// What a process takes in the tests of rates.
+const (
+	burnt   = 600 * time.Millisecond
+	written = 4 << 20
+)
+
+// writeThrough writes bytes to a disk, past the page cache.
+func writeThrough(path string, n int) error {
+	fd, err := unix.Open(path, unix.O_WRONLY|unix.O_CREAT|unix.O_DIRECT|unix.O_CLOEXEC, 0o600)
+	if err != nil {
+		return err
+	}
+	defer unix.Close(fd)
+	page, err := unix.Mmap(-1, 0, 256<<10, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		return err
+	}
+	for ; n > 0; n -= len(page) {
+		if _, err := unix.Write(fd, page); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// takes says how long a process takes in a group with limits.
+func takes(t *testing.T, r *Root, l Limits, what string) time.Duration {
+	t.Helper()
+	g, err := r.Make("sb1", l)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer g.Remove()
+	begin := time.Now()
+	cmd, out := start(t, g, what)
+	if err := cmd.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	if strings.Contains(out.String(), "invalid argument") {
+		t.Skip("this file system can't be written past the page cache")
+	}
+	if out.Len() > 0 {
+		t.Fatal(out)
+	}
+	return time.Since(begin)
+}
+
+// TestProcessorTime: a fifth of a processor takes five times as long, at least. The kernel gives some of it ahead.
+func TestProcessorTime(t *testing.T) {
+	l := Limits{CPUs: 0.2}
+	if took := takes(t, openTest(t, l), l, "cpu"); took < 2*time.Second {
+		t.Errorf("%v of processor time took %v at a fifth of a processor, want 3 s or so", burnt, took)
+	}
+}
+
+// TestDisk: so many MiB at one a second take as many seconds. The kernel gives some of it ahead.
+func TestDisk(t *testing.T) {
+	l := Limits{IOMiBPerS: 1}
+	r := openTest(t, l)
+	dir, err := os.MkdirTemp("/", "forkd-limits-") // on the disk that is limited
+	if err != nil {
+		t.Skip(err)
+	}
+	defer os.RemoveAll(dir)
+	t.Setenv("FORKD_LIMITS_FILE", filepath.Join(dir, "file"))
+	if took := takes(t, r, l, "disk"); took < 2*time.Second {
+		t.Errorf("%d MiB took %v at one a second", written>>20, took)
 	}
 }
 

@@ -59,6 +59,14 @@ func Open(opt Options) (*Root, error) {
 	return r, nil
 }
 
+// Where says which version of control groups is used, and below which directory machines have theirs: one of them in version 1; "" for none.
+func (r *Root) Where() (version int, dir string) {
+	for _, d := range r.distinct() {
+		return r.version, d
+	}
+	return r.version, ""
+}
+
 // Missing are the kinds of limits that can't be kept here, and why.
 func (r *Root) Missing() (kinds []string, why error) {
 	for _, c := range controllers() {

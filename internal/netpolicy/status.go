@@ -9,7 +9,7 @@ import (
 type Status struct {
 	Policy Policy
 
-	DeniedPackets  uint64       // that the policy did not let through
+	DeniedAttempts uint64       // connections that the policy did not let through; what is tried again at once is one
 	Denied         []Denied     // the most tried first; of the last hour, a bounded number
 	DeniedNames    []DeniedName // likewise; those since the daemon started
 	ForgedPackets  uint64       // with an address that is not the guest's
@@ -21,10 +21,10 @@ type Status struct {
 
 // Denied is what was tried in vain.
 type Denied struct {
-	Addr    netip.Addr
-	Proto   string // "tcp", "udp", "icmp", or a number
-	Port    uint16 // 0 for others than TCP and UDP
-	Packets uint64
+	Addr     netip.Addr
+	Proto    string // "tcp", "udp", "icmp", or a number
+	Port     uint16 // 0 for others than TCP and UDP
+	Attempts uint64
 }
 
 // DeniedName is a name that was asked for in vain.

@@ -48,6 +48,8 @@ type box struct {
 
 	// What it was last suspended to; nil: never. Set with mu held, and read without where Manager.mu is.
 	state atomic.Pointer[frozen]
+
+	conditions conditions
 }
 
 func newBox(f *frozen, rec store.Sandbox) *box {
@@ -67,6 +69,7 @@ func (b *box) view() Sandbox {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	s := viewOf(b.rec)
+	s.Conditions = b.conditions.list()
 	if b.child != nil && b.child.network != nil {
 		s.GuestAddr, s.Netns = b.child.network.GuestAddr(), fmt.Sprintf("/proc/%d/ns/net", s.PID)
 	}
@@ -159,31 +162,69 @@ func (m *Manager) commit(ctx context.Context, b *box, c *child, readyIn, timeout
 // watch ends a sandbox whose machine ended, and arms its timers.
 func (m *Manager) watch(b *box, c *child) {
 	m.background.Go(func() {
-		select {
-		case <-c.machine.Done():
-			state, reason := c.ended()
-			if limited(c.group) != "" {
-				m.counts.oom.Add(1)
+		news := c.heard.news
+		var again <-chan time.Time
+		for {
+			select {
+			case <-news:
+				m.notice(b, c)
+				news, again = nil, time.After(noticePause)
+			case <-again:
+				news = c.heard.news
+			case <-c.machine.Done():
+				m.notice(b, c) // the last thing it said may be why
+				m.machineEnded(b, c)
+				return
+			case <-c.life.Done():
+				return
+			case <-b.life.Done():
+				return
+			case <-m.life.Done():
+				return
 			}
-			// Else it was suspended, and its machine was ended for that.
-			stillIts := func(store.Sandbox) bool { return b.child == c }
-			err := m.finish(b, ending{state: state, reason: reason, keep: true, onlyIf: stillIts})
-			if !errors.Is(err, errSpared) {
-				m.counts.lost.Add(1)
-				m.warn(err, "end a sandbox whose machine is gone", b.id)
-			}
-		case <-c.life.Done():
-		case <-b.life.Done():
-		case <-m.life.Done():
 		}
 	})
 	m.deadlines.set(b.id, b.view().Deadline)
 	m.rearm(b)
 }
 
+// machineEnded ends a sandbox whose machine has ended.
+func (m *Manager) machineEnded(b *box, c *child) {
+	state, reason := c.ended()
+	// Else it was suspended, and its machine was ended for that.
+	stillIts := func(store.Sandbox) bool { return b.child == c }
+	group := c.group.Events() // of a group that goes with the machine
+	err := m.finish(b, ending{state: state, reason: reason, keep: true, onlyIf: stillIts})
+	if !errors.Is(err, errSpared) {
+		m.countEnd(c, group.OOMKills > 0)
+		m.warn(err, "end a sandbox whose machine is gone", b.id)
+	}
+}
+
+// countEnd counts the end of a machine by its reason; oom says that the host killed it for want of memory.
+func (m *Manager) countEnd(c *child, oom bool) {
+	switch c.machine.Exit().Reason {
+	case vmm.ExitShutdown:
+		m.counts.shutdowns.Add(1)
+	case vmm.ExitPanicked:
+		m.counts.panicked.Add(1)
+	default:
+		m.counts.lost.Add(1)
+	}
+	switch {
+	case !oom:
+	case c.group.Limits().MemoryMiB > 0:
+		m.counts.oomCgroup.Add(1)
+	default:
+		m.counts.oomHost.Add(1)
+	}
+}
+
 // endOf turns the end of a machine into that of its sandbox.
 func endOf(exit vmm.Exit) (State, string) {
 	switch exit.Reason {
+	case vmm.ExitPanicked:
+		return StateFailed, "the guest's kernel panicked: " + exit.Detail
 	case vmm.ExitShutdown:
 		return StateStopped, "the guest shut down: " + exit.Detail
 	case vmm.ExitKilled:

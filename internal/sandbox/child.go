@@ -28,13 +28,14 @@ type child struct {
 	grant   *grant
 	group   *limits.Group // nil: none
 	network Network       // nil: none
+	heard   *hearing
 
 	life context.Context // ends when the machine is not its sandbox's any more; its cause is an *Error
 	end  context.CancelCauseFunc
 }
 
 func newChild(id, dir string, g *grant) *child {
-	c := &child{id: id, dir: dir, grant: g}
+	c := &child{id: id, dir: dir, grant: g, heard: newHearing()}
 	c.life, c.end = context.WithCancelCause(context.Background())
 	return c
 }
@@ -138,7 +139,7 @@ func (m *Manager) launchOnce(ctx context.Context, f *frozen, id string, g *grant
 		return nil, err
 	}
 	loaded := time.Now()
-	c.agent, c.tap = m.newAgent(c.machine, false)
+	m.newAgent(c, false)
 	undo.add(func() error { return ignoreClosed(c.agent.Close()) })
 	if err := m.awaken(ctx, c, who); err != nil {
 		return nil, err
@@ -269,7 +270,12 @@ func exitText(machine vmm.Machine) string {
 	default:
 		return "its monitor can't be reached"
 	}
-	if exit := machine.Exit(); exit.Detail != "" {
+	exit := machine.Exit()
+	if exit.Reason == vmm.ExitPanicked {
+		_, why := endOf(exit)
+		return why
+	}
+	if exit.Detail != "" {
 		return exit.Detail
 	}
 	return string(machine.Exit().Reason)
@@ -293,14 +299,15 @@ func endsNow(machine vmm.Machine, err error) bool {
 	}
 }
 
-// newAgent returns the client of a machine's agent, and the tap on its line.
-func (m *Manager) newAgent(machine vmm.Machine, resync bool) (*agentclient.Client, *tap) {
-	t := &tap{Machine: machine}
+// newAgent makes the client of a machine's agent, and the tap on its line.
+func (m *Manager) newAgent(c *child, resync bool) {
+	c.tap = &tap{Machine: c.machine}
 	if m.cfg.Agent != nil {
-		return m.cfg.Agent(t), t
+		c.agent = m.cfg.Agent(c.tap)
+		return
 	}
-	dial := func(ctx context.Context) (net.Conn, error) { return t.Dial(ctx, vmm.PortControl) }
-	return agentclient.New(dial, agentclient.Options{Resync: resync}), t
+	dial := func(ctx context.Context) (net.Conn, error) { return c.tap.Dial(ctx, vmm.PortControl) }
+	c.agent = agentclient.New(dial, agentclient.Options{Resync: resync, Notice: c.heard.hear})
 }
 
 // tap is a machine that tells when something is written to one of its ports, and whose line can be held.

@@ -62,6 +62,11 @@ func (m *Manager) guestFault(ctx context.Context, b *box, c *child, limit time.D
 		return cause // the caller went away
 	}
 	if endsNow(c.machine, err) {
+		select {
+		case <-b.life.Done(): // what ends the sandbox knows best why
+			return context.Cause(b.life)
+		case <-time.After(endGrace):
+		}
 		return newError(CodeSandboxGone, err, "`forkd ls` shows what lives", "sandbox %s has ended: %s", b.id, exitText(c.machine))
 	}
 	return newError(CodeGuestUnreachable, err, "see `forkd logs "+b.id+"`", "the guest of sandbox %s can't be reached", b.id)
@@ -150,7 +155,7 @@ func (m *Manager) Exec(ctx context.Context, id string, req ExecRequest) (ExecRes
 			res, err = agentproto.ExecResult{ExitCode: commandNotFound, Stderr: []byte("forkd: " + req.Args[0] + ": no such command\n")}, nil
 		}
 		out = ExecResult{Stdout: res.Stdout, Stderr: res.Stderr, ExitCode: int(res.ExitCode), Signal: res.Signal,
-			TimedOut: res.TimedOut, Truncated: res.Truncated, Duration: time.Since(begin)}
+			TimedOut: res.TimedOut, Truncated: res.Truncated, OOMKilled: res.OOMKilled, DiskFull: res.DiskFull, Duration: time.Since(begin)}
 		return err
 	})
 	if err != nil {
@@ -174,7 +179,7 @@ func (m *Manager) Eval(ctx context.Context, id string, req EvalRequest) (EvalRes
 		begin := time.Now()
 		res, err := c.agent.Eval(ctx, agentproto.EvalRequest{Code: req.Code, TimeoutMS: millis(limit), MaxOutput: uint32(req.MaxOutput)})
 		out = EvalResult{Result: res.Result, Stdout: res.Stdout, Stderr: res.Stderr, Error: res.Error,
-			TimedOut: res.TimedOut, Truncated: res.Truncated, Duration: time.Since(begin)}
+			TimedOut: res.TimedOut, Truncated: res.Truncated, OOMKilled: res.OOMKilled, DiskFull: res.DiskFull, Duration: time.Since(begin)}
 		return err
 	})
 	if err != nil {

@@ -63,7 +63,11 @@ type Manager struct {
 	boxes     map[string]*box
 }
 
-type counters struct{ cold, claim, failed, kills, expired, lost, oom atomic.Uint64 }
+type counters struct {
+	cold, claim, failed                       atomic.Uint64 // forks
+	kills, expired, shutdowns, panicked, lost atomic.Uint64 // ends
+	oomCgroup, oomHost, guestOOM, diskFull    atomic.Uint64
+}
 
 var errStopped = &Error{Code: CodeShuttingDown, Message: "the daemon is shutting down", Hint: "try again when it is back", RetryAfter: 5 * time.Second}
 
@@ -217,8 +221,10 @@ func (m *Manager) Stats() Stats {
 	s.MemoryBudgetBytes, s.MemoryReservedBytes = m.memory.stats()
 	s.ForksCold, s.ForksClaim, s.ForksFailed = m.counts.cold.Load(), m.counts.claim.Load(), m.counts.failed.Load()
 	s.Kills, s.Expired, s.Lost = m.counts.kills.Load(), m.counts.expired.Load(), m.counts.lost.Load()
-	s.AnonymousBytes, s.DeniedPackets = m.look()
-	s.OOMKills = m.counts.oom.Load()
+	s.AnonymousBytes, s.DeniedAttempts = m.look()
+	s.Shutdowns, s.Panics = m.counts.shutdowns.Load(), m.counts.panicked.Load()
+	s.OOMCgroup, s.OOMHost, s.OOMGuest = m.counts.oomCgroup.Load(), m.counts.oomHost.Load(), m.counts.guestOOM.Load()
+	s.DiskFull = m.counts.diskFull.Load()
 	cache := m.cache.Stats()
 	s.ResidentImages, s.ResidentBytes = cache.Images, cache.Bytes
 	return s

@@ -54,7 +54,7 @@ func (c *creation) bootParent(ctx context.Context, g *grant) error {
 	parent.plugged()
 	c.parent = parent
 	c.parent.machine = machine
-	c.parent.agent, c.parent.tap = m.newAgent(machine, false)
+	m.newAgent(parent, false)
 	if err := m.hit(ctx, pointSnapshotBooted); err != nil {
 		return errors.Join(err, c.parent.dispose())
 	}
@@ -254,7 +254,18 @@ func (c *creation) runWarmUp(ctx context.Context, w WarmUp) (string, error) {
 	if err != nil || res.ExitCode == 0 {
 		return "", err
 	}
-	return fmt.Sprintf("exited with status %d", res.ExitCode) + section("stderr", res.Stderr) + section("stdout", res.Stdout), nil
+	return fmt.Sprintf("exited with status %d%s", res.ExitCode, shortOf(res)) + section("stderr", res.Stderr) + section("stdout", res.Stdout), nil
+}
+
+// shortOf says what a command that failed was short of.
+func shortOf(res agentproto.ExecResult) (what string) {
+	if res.OOMKilled {
+		what = ", killed by the guest's kernel for want of memory (--mem-mib)"
+	}
+	if res.DiskFull {
+		what += ", and the guest's disk is full (it is three quarters of --mem-mib)"
+	}
+	return what
 }
 
 // exercise goes the ways of a child, identity included, so that their first time is in the snapshot.

@@ -274,14 +274,24 @@ func (m *Manager) readopt(ctx context.Context, rec store.Sandbox) (State, error)
 	}
 	m.log.Warn("a sandbox was lost", "id", rec.ID, "error", err)
 	m.counts.lost.Add(1)
-	reason := reasonLost
-	if why := limited(m.cfg.Groups.Adopt(rec.ID, rec.Limits)); why != "" {
+	state, reason := StateFailed, reasonLost
+	var meanwhile *endedMeanwhile
+	if errors.As(err, &meanwhile) {
+		state, reason = endOf(meanwhile.exit)
+		reason += ", while no daemon ran"
+	} else if why := limited(m.cfg.Groups.Adopt(rec.ID, rec.Limits)); why != "" {
 		reason += ": " + why
 	} else if !errors.Is(err, vmm.ErrGone) {
 		reason += ": " + err.Error()
 	}
-	return StateFailed, m.db.EndSandbox(ctx, rec.ID, string(StateFailed), reason, time.Now())
+	return StateFailed, m.db.EndSandbox(ctx, rec.ID, string(state), reason, time.Now())
 }
+
+// endedMeanwhile is the error of a machine whose guest has ended while no daemon ran.
+type endedMeanwhile struct{ exit vmm.Exit }
+
+func (e *endedMeanwhile) Error() string { return "its guest has ended: " + e.exit.Detail }
+func (*endedMeanwhile) Unwrap() error   { return vmm.ErrGone }
 
 // fallBackTo is the record of a sandbox that ran and is lost, as one that is suspended to what it was suspended to before it ran: decision 0007.
 // It returns false when there is nothing like that, or when its time is up.
@@ -316,7 +326,7 @@ func (m *Manager) attach(ctx context.Context, rec store.Sandbox) (_ *child, err 
 	c := newChild(rec.ID, rec.Process.Dir, nil)
 	c.group = m.cfg.Groups.Adopt(rec.ID, rec.Limits)
 	c.machine = machine
-	c.agent, c.tap = m.newAgent(machine, true)
+	m.newAgent(c, true)
 	defer func() {
 		switch {
 		case err == nil:
@@ -333,7 +343,7 @@ func (m *Manager) attach(ctx context.Context, rec store.Sandbox) (_ *child, err 
 	}()
 	select {
 	case <-machine.Done():
-		return nil, fmt.Errorf("%w: %s", vmm.ErrGone, exitText(machine))
+		return nil, &endedMeanwhile{exit: machine.Exit()}
 	default:
 	}
 	if err := m.reconnect(c, rec.Network); err != nil { // before it can send anything
@@ -363,6 +373,7 @@ func (m *Manager) adopt(rec store.Sandbox, c *child) {
 	c.grant.settle()
 	b := newBox(f, rec)
 	b.child = c
+	b.conditions.take(c.heard.newest(), time.Now()) // it said so before it answered, and an earlier daemon has told and counted it
 	b.state.Store(m.byID[rec.StateID])
 	m.boxes[b.id] = b
 	m.census.add(rec.Tenant, rec.KeyID, 1)

@@ -73,7 +73,7 @@ func (m *Manager) viewLocked(who Caller, f *frozen) Snapshot {
 		Pause: f.measured.Pause, DiffTime: f.measured.Diff, DiffPhysicalBytes: f.measured.DiffPhysical, DiffLogicalBytes: f.measured.DiffLogical,
 		Status: f.status, Warning: cmp.Or(f.warning, f.measured.Warning), Python: man.Python, BootWarm: f.bootWarm,
 		Resident: m.cache.Resident(f.id), ResidentBytes: m.cache.ResidentBytes(f.id), Pool: f.poolStatus(),
-		Tenant: f.tenant, Public: f.public, Secrets: f.secrets, HasNetwork: man.Shape.Net, Network: f.network,
+		Tenant: f.tenant, Public: f.public, Secrets: f.secrets, HasNetwork: man.Shape.Net, Network: f.network, Limits: man.Recipe.Limits,
 		Recipe: Recipe{Image: cmp.Or(man.Recipe.Image, man.Image.Name), Probe: man.Recipe.Probe, Env: man.Recipe.Env},
 	}
 	for _, step := range man.Recipe.WarmUp {

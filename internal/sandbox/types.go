@@ -62,6 +62,7 @@ type Sandbox struct {
 	Tenant         string        // whose it is
 	Secrets        []string      // names of the secrets it was given
 	Network        netpolicy.Policy
+	Conditions     []Condition // what is the matter with it; the daemon forgets it when it is started again, and asks the guest
 }
 
 // Snapshot is an immutable frozen machine and its name.
@@ -90,7 +91,8 @@ type Snapshot struct {
 	Pool                PoolStatus
 	BootWarm            time.Duration // boot, readiness and warm-up of the parent
 	Recipe              Recipe
-	HasNetwork          bool // its machines have a network device
+	Limits              limits.Limits // of children that are asked for without
+	HasNetwork          bool          // its machines have a network device
 	Network             netpolicy.Policy
 	Tenant              string // whose it is
 	Public              bool   // everybody may fork it
@@ -231,6 +233,8 @@ type ExecResult struct {
 	Signal         string // that ended it, or ""
 	TimedOut       bool
 	Truncated      bool
+	OOMKilled      bool // the guest's kernel killed it, or a process that it had started, for want of memory
+	DiskFull       bool // it failed, and the guest's disk was full
 	Duration       time.Duration
 }
 
@@ -248,6 +252,8 @@ type EvalResult struct {
 	Error          string // traceback; "" when it went well
 	TimedOut       bool
 	Truncated      bool
+	OOMKilled      bool // as of an ExecResult
+	DiskFull       bool
 	Duration       time.Duration
 }
 
@@ -259,6 +265,7 @@ type Event struct {
 	SandboxID string
 	Tag       string
 	State     State
+	Condition ConditionKind // of EventCondition and EventConditionOver
 	Reason    string
 }
 
@@ -268,6 +275,8 @@ type EventKind string
 // Event kinds.
 const (
 	EventSandboxState    EventKind = "sandbox_state"
+	EventCondition       EventKind = "sandbox_condition"      // one begins, or goes on: another program was killed
+	EventConditionOver   EventKind = "sandbox_condition_over" // the sandbox lives on without it
 	EventSnapshotReady   EventKind = "snapshot_ready"
 	EventSnapshotFailed  EventKind = "snapshot_failed"
 	EventSnapshotDeleted EventKind = "snapshot_deleted"
@@ -292,8 +301,12 @@ type Stats struct {
 	ResidentImages        int
 	ResidentBytes         int64
 	AnonymousBytes        int64  // memory that is the sandboxes' own, at most 15 s old
-	DeniedPackets         uint64 // that network policies did not let through, likewise
-	OOMKills              uint64 // sandboxes whose monitor was killed for want of memory
+	DeniedAttempts        uint64 // connections that network policies did not let through, likewise
+	Shutdowns             uint64 // sandboxes whose guests shut down
+	Panics                uint64 // sandboxes whose guests' kernels panicked
+	OOMCgroup, OOMHost    uint64 // sandboxes whose monitor was killed for want of memory: at its limit, and because the host had none left
+	OOMGuest              uint64 // programs that guests' kernels killed for want of memory
+	DiskFull              uint64 // how often the disk of a guest became full
 }
 
 // Recovery is what Recover found and did.

@@ -65,7 +65,7 @@ type looks struct {
 	mu     sync.Mutex
 	at     time.Time
 	bytes  int64             // of anonymous memory
-	denied uint64            // packets that policies did not let through, also of sandboxes that are gone: what was seen of them
+	denied uint64            // connections that policies did not let through, also of sandboxes that are gone: what was seen of them
 	seen   map[string]uint64 // of them, by the sandboxes that are there
 }
 
@@ -91,11 +91,11 @@ func (m *Manager) look() (anonymous int64, denied uint64) {
 		}
 		if status, err := c.network.Status(); err == nil {
 			before := l.seen[b.id]
-			if status.DeniedPackets < before { // it was resumed, with a new network
+			if status.DeniedAttempts < before { // it was resumed, with a new network
 				before = 0
 			}
-			l.denied += status.DeniedPackets - before
-			seen[b.id] = status.DeniedPackets
+			l.denied += status.DeniedAttempts - before
+			seen[b.id] = status.DeniedAttempts
 		}
 	}
 	l.seen = seen

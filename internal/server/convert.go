@@ -29,7 +29,7 @@ func snapshotInfo(s sandbox.Snapshot) api.SnapshotInfo {
 		MemoryLogicalBytes: s.LogicalBytes, MemoryPhysicalBytes: s.PhysicalBytes, VmstateBytes: s.DeviceBytes,
 		Resident: s.Resident, ResidentBytes: s.ResidentBytes, BootWarmMS: millis(s.BootWarm), ParentTag: s.ParentTag, Pool: poolStatus(s.Pool), HasNetwork: s.HasNetwork, Network: networkOf(s.Network),
 		PauseMS: millis(s.Pause), DiffMS: millis(s.DiffTime), DiffPhysicalBytes: s.DiffPhysicalBytes, DiffLogicalBytes: s.DiffLogicalBytes,
-		Public: s.Public, Tenant: s.Tenant, Secrets: s.Secrets,
+		Public: s.Public, Tenant: s.Tenant, Secrets: s.Secrets, Limits: limitsInfo(s.Limits),
 	}
 }
 
@@ -44,7 +44,7 @@ func snapshotDetail(s sandbox.Snapshot, parentHash string) api.SnapshotDetail {
 		Image: s.Image, MemMiB: s.MemMiB, VCPUs: s.VCPUs, Engine: s.Engine, EngineVersion: s.EngineVersion, Accel: s.Accel,
 		Python: s.Python, Resident: s.Resident, ResidentBytes: s.ResidentBytes, BootWarmMS: millis(s.BootWarm), Pool: poolStatus(s.Pool),
 		PauseMS: millis(s.Pause), DiffMS: millis(s.DiffTime), DiffPhysicalBytes: s.DiffPhysicalBytes, DiffLogicalBytes: s.DiffLogicalBytes,
-		Recipe: recipe(s.Recipe),
+		Recipe: recipe(s.Recipe), HasNetwork: s.HasNetwork, Network: networkOf(s.Network), Limits: limitsInfo(s.Limits),
 		Public: s.Public, Tenant: s.Tenant, Secrets: s.Secrets,
 	}
 }
@@ -68,8 +68,16 @@ func sandboxInfo(s sandbox.Sandbox) api.SandboxInfo {
 		PID: s.PID, MemoryLimitMiB: orNull(s.MemoryLimitMiB), Limits: limitsInfo(s.Limits), Confinement: api.SandboxInfoConfinement(s.Confinement), HasBranched: s.BranchCount > 0, BranchCount: s.BranchCount,
 		Path: s.Path, Env: s.Env, Metadata: metadata(s.Metadata), ReadyMS: millis(s.ReadyIn),
 		Name: s.Name, AutoSuspendSecs: s.AutoSuspend.Seconds(), AutoResume: s.AutoResume, SuspendedAtUnix: unixOrZero(s.SuspendedAt),
-		Tenant: s.Tenant, Secrets: s.Secrets,
+		Tenant: s.Tenant, Secrets: s.Secrets, Conditions: conditions(s.Conditions),
 	}
+}
+
+// conditions are absent when there are none.
+func conditions(list []sandbox.Condition) (out []api.Condition) {
+	for _, c := range list {
+		out = append(out, api.Condition{Kind: api.ConditionKind(c.Kind), SinceUnixMS: c.Since.UnixMilli(), Count: c.Count, Detail: c.Detail})
+	}
+	return out
 }
 
 func sandboxStats(id string, u sandbox.Usage) api.SandboxStats {

@@ -141,7 +141,7 @@ func (s *Server) events(w http.ResponseWriter, r *http.Request) error {
 }
 
 func eventInfo(e sandbox.Event) api.Event {
-	return api.Event{Kind: api.EventKind(e.Kind), TimeUnixMS: e.Time.UnixMilli(), SandboxID: e.SandboxID, Tag: e.Tag, State: string(e.State), Reason: e.Reason}
+	return api.Event{Kind: api.EventKind(e.Kind), TimeUnixMS: e.Time.UnixMilli(), SandboxID: e.SandboxID, Tag: e.Tag, State: string(e.State), Condition: api.ConditionKind(e.Condition), Reason: e.Reason}
 }
 
 // eventWriter writes server-sent events until a write fails.

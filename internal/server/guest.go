@@ -41,7 +41,8 @@ func (s *Server) exec(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	out := api.ExecResult{ExitCode: res.ExitCode, Signal: res.Signal, TimedOut: res.TimedOut, Truncated: res.Truncated, DurationMS: millis(res.Duration)}
+	out := api.ExecResult{ExitCode: res.ExitCode, Signal: res.Signal, TimedOut: res.TimedOut, Truncated: res.Truncated,
+		OomKilled: res.OOMKilled, DiskFull: res.DiskFull, DurationMS: millis(res.Duration)}
 	if body.Encoding == api.EncodingBase64 {
 		out.Encoding = api.EncodingBase64
 		out.Stdout = base64.StdEncoding.EncodeToString(res.Stdout)
@@ -113,7 +114,7 @@ func (s *Server) eval(w http.ResponseWriter, r *http.Request) error {
 // evalResult gives code that ran out of time the error that it lacks, so that a client that looks no further than error sees it.
 func evalResult(res sandbox.EvalResult, timeout time.Duration) api.EvalResult {
 	out := api.EvalResult{Result: orNull(res.Result), Error: orNull(res.Error), Stdout: text(res.Stdout), Stderr: text(res.Stderr),
-		TimedOut: res.TimedOut, Truncated: res.Truncated, DurationMS: millis(res.Duration)}
+		TimedOut: res.TimedOut, Truncated: res.Truncated, OomKilled: res.OOMKilled, DiskFull: res.DiskFull, DurationMS: millis(res.Duration)}
 	if res.TimedOut && res.Error == "" {
 		out.Error = orNull("the code was interrupted after " + timeout.String())
 	}

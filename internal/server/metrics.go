@@ -89,16 +89,17 @@ var (
 	descResident  = desc("resident_images", "Snapshots whose memory is loaded.")
 	descResBytes  = desc("resident_bytes", "Memory of the resident images.")
 	descAnonymous = desc("sandbox_anonymous_bytes", "Memory that is the sandboxes' own, their monitors' included; at most 15 seconds old.")
-	descDenied    = desc("denied_packets_total", "Packets of guests that their network policies did not let through; at most 15 seconds old.")
-	descOOM       = desc("oom_kills_total", "Sandboxes whose monitor was killed for want of memory: it came to its limit, or the host had none left.")
+	descDenied    = desc("denied_connections_total", "Connections that guests tried and their network policies did not let through; at most 15 seconds old.")
+	descOOM       = desc("oom_kills_total", "Kills for want of memory: of monitors, because of their limit (cgroup) or because the host had none left (host), and of programs by their guest's kernel (guest).", "where")
+	descDiskFull  = desc("guest_disk_full_total", "How often the disk of a guest became full.")
 	descForks     = desc("forks_total", "Children by how they came to be: cold, claim, or failed.", "result")
-	descEnded     = desc("sandboxes_ended_total", "Sandboxes that ended: killed, expired at their deadline, or lost.", "reason")
+	descEnded     = desc("sandboxes_ended_total", "Sandboxes that ended: killed, expired at their deadline, their guest shut down or its kernel panicked, or lost.", "reason")
 )
 
 // Describe implements prometheus.Collector. It does not ask for figures: nobody looks yet.
 func (c *statsCollector) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{descSandboxes, descBranches, descPool, descSnapshots, descLaunches, descBudget, descReserved,
-		descResident, descResBytes, descAnonymous, descDenied, descOOM, descForks, descEnded} {
+		descResident, descResBytes, descAnonymous, descDenied, descOOM, descDiskFull, descForks, descEnded} {
 		out <- d
 	}
 }
@@ -127,12 +128,17 @@ func (c *statsCollector) Collect(out chan<- prometheus.Metric) {
 	gauge(descResident, float64(s.ResidentImages))
 	gauge(descResBytes, float64(s.ResidentBytes))
 	gauge(descAnonymous, float64(s.AnonymousBytes))
-	counter(descDenied, s.DeniedPackets)
-	counter(descOOM, s.OOMKills)
+	counter(descDenied, s.DeniedAttempts)
+	counter(descOOM, s.OOMCgroup, "cgroup")
+	counter(descOOM, s.OOMHost, "host")
+	counter(descOOM, s.OOMGuest, "guest")
+	counter(descDiskFull, s.DiskFull)
 	counter(descForks, s.ForksCold, "cold")
 	counter(descForks, s.ForksClaim, "claim")
 	counter(descForks, s.ForksFailed, "failed")
 	counter(descEnded, s.Kills, "killed")
 	counter(descEnded, s.Expired, "expired")
+	counter(descEnded, s.Shutdowns, "shutdown")
+	counter(descEnded, s.Panics, "panicked")
 	counter(descEnded, s.Lost, "lost")
 }

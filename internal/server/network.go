@@ -88,11 +88,11 @@ func networkOf(p netpolicy.Policy) *api.NetworkPolicy {
 }
 
 func networkInfo(id string, st netpolicy.Status) api.NetworkStatus {
-	out := api.NetworkStatus{ID: id, Policy: *networkOf(st.Policy), DeniedPackets: int64(st.DeniedPackets), ForgedPackets: int64(st.ForgedPackets),
+	out := api.NetworkStatus{ID: id, Policy: *networkOf(st.Policy), DeniedAttempts: int64(st.DeniedAttempts), ForgedPackets: int64(st.ForgedPackets),
 		Ipv6Packets: int64(st.IPv6Packets), MonitorPackets: int64(st.MonitorPackets), SentBytes: int64(st.SentBytes), ReceivedBytes: int64(st.ReceivedBytes),
 		Denied: []api.DeniedAttempt{}, DeniedNames: []api.DeniedName{}}
 	for _, d := range st.Denied {
-		out.Denied = append(out.Denied, api.DeniedAttempt{Addr: d.Addr.String(), Proto: d.Proto, Port: int(d.Port), Packets: int64(d.Packets)})
+		out.Denied = append(out.Denied, api.DeniedAttempt{Addr: d.Addr.String(), Proto: d.Proto, Port: int(d.Port), Attempts: int64(d.Attempts)})
 	}
 	for _, n := range st.DeniedNames {
 		out.DeniedNames = append(out.DeniedNames, api.DeniedName{Name: n.Name, Count: int64(n.Count), LastUnix: n.Last.Unix()})

@@ -183,8 +183,8 @@ func (s *stub) SetNetwork(_ context.Context, _ string, p netpolicy.Policy) (sand
 	return stubSandbox(0), s.fail
 }
 func (s *stub) NetworkStatus(context.Context, string) (netpolicy.Status, error) {
-	return netpolicy.Status{Policy: netpolicy.Policy{Mode: netpolicy.Allow, Rules: []string{"a.org"}}, DeniedPackets: 3,
-		Denied:      []netpolicy.Denied{{Addr: netip.MustParseAddr("10.0.0.1"), Proto: "tcp", Port: 80, Packets: 3}},
+	return netpolicy.Status{Policy: netpolicy.Policy{Mode: netpolicy.Allow, Rules: []string{"a.org"}}, DeniedAttempts: 3,
+		Denied:      []netpolicy.Denied{{Addr: netip.MustParseAddr("10.0.0.1"), Proto: "tcp", Port: 80, Attempts: 3}},
 		DeniedNames: []netpolicy.DeniedName{{Name: "b.org", Count: 1, Last: stubTime}}}, s.fail
 }
 

@@ -123,7 +123,8 @@ type ExitReason string
 // Exit reasons.
 const (
 	ExitKilled   ExitReason = "killed"   // by Kill
-	ExitShutdown ExitReason = "shutdown" // the guest powered off, rebooted or panicked
+	ExitShutdown ExitReason = "shutdown" // the guest powered off or rebooted
+	ExitPanicked ExitReason = "panicked" // the guest's kernel panicked: see PanicIn; Detail is what it died of
 	ExitCrashed  ExitReason = "crashed"  // the monitor ended by itself or by a signal that was not ours
 )
 

@@ -63,4 +63,28 @@ func TestManyNetworks(t *testing.T) {
 		})
 	}
 	all.Wait()
+	checkBandwidth(guests[0], policy)
+}
+
+// checkBandwidth limits the traffic of a live sandbox: so many bytes take as long, at least.
+func checkBandwidth(g *guest, policy client.NetworkPolicy) {
+	g.d.t.Helper()
+	policy.BandwidthMbit = 8 // a million bytes a second
+	g.setNetwork(policy)
+	g.py(`
+import threading, time
+def echo(addr, n):
+    s = socket.create_connection((addr, 8080), 60)
+    begin, got = time.monotonic(), 0
+    threading.Thread(target=lambda: s.sendall(bytes(n)), daemon=True).start()
+    while got < n: got += len(s.recv(1 << 16))
+    return time.monotonic() - begin`)
+	var took float64
+	if err := g.tryPyJSON(fmt.Sprintf("echo(%q, 3_000_000)", goodAddr), &took); err != nil {
+		g.d.t.Fatalf("3 MB there and back: %v", err)
+	}
+	if took < 2.5 {
+		g.d.t.Errorf("3 MB there and back took %.2f s at 8 Mbit/s", took)
+	}
+	g.d.t.Logf("3 MB there and back at 8 Mbit/s: %.2f s", took)
 }

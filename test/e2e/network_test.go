@@ -216,9 +216,10 @@ func TestNetworkPolicies(t *testing.T) {
 	none := fork(nothing)
 	checkNetwork(none, next, nil, "none")
 	st := none.network()
-	if st.DeniedPackets == 0 || len(st.Denied) == 0 {
+	if st.DeniedAttempts == 0 || len(st.Denied) == 0 {
 		t.Errorf("what was tried in vain is not counted: %+v", st)
 	}
+	checkAttempts(none)
 	allow := fork(allowed)
 	checkNetwork(allow, next, allowedGets, "allow")
 	if st := allow.network(); !slices.ContainsFunc(st.DeniedNames, func(n api.DeniedName) bool { return n.Name == "bad.test" }) {
@@ -242,6 +243,23 @@ func TestNetworkPolicies(t *testing.T) {
 	checkNetwork(none, next, nil, "none, after the daemon was killed")
 	checkInherited(allow, next)
 	d.checkNeighbour(neighbour, next)
+}
+
+// checkAttempts counts what a guest tries in vain: connections, not packets.
+func checkAttempts(g *guest) {
+	g.d.t.Helper()
+	before := g.network().DeniedAttempts
+	g.py(fmt.Sprintf(`
+for _ in range(3):
+    try: socket.create_connection((%q, 4321), 5)
+    except OSError: pass
+u = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+for _ in range(20):
+    try: u.sendto(b'x', (%q, 4321))
+    except OSError: pass`, goodAddr, goodAddr))
+	if got := g.network().DeniedAttempts - before; got != 4 {
+		g.d.t.Errorf("three connections and a program that sends 20 packets over UDP are %d attempts, want 4", got)
+	}
 }
 
 // checkInherited looks at what comes of a sandbox that may reach what is allowed.

@@ -81,6 +81,7 @@ type Agent struct {
 	out       outlet
 	procs     *reaper
 	execs     execTable
+	short     watch
 	wg        sync.WaitGroup // commands, hooks and drains
 	in        interp
 	ident     identityState
@@ -130,6 +131,7 @@ func New(opt Options) (*Agent, error) {
 	a.files.root = strings.TrimRight(opt.Root, "/")
 	a.files.on = opt.Root != "" || !opt.Sandboxed
 	a.out.fd = -1
+	a.short = watch{a: a, kmsg: -1, kick: -1}
 	a.procs = newReaper(opt.init)
 	a.in.init(a)
 	a.python = findPython(opt.Python)
@@ -141,9 +143,11 @@ func New(opt Options) (*Agent, error) {
 func (a *Agent) Close() error {
 	a.execs.killAll()
 	a.in.shutdown()
+	a.short.end()
 	a.wg.Wait()
 	a.procs.close()
 	a.files.close()
+	a.short.close()
 	if a.stop >= 0 {
 		unix.Close(a.stop)
 		a.stop = -1

@@ -19,7 +19,8 @@ type command struct {
 	req     agentproto.ExecRequest
 	env     []string // of the identity
 	outs    [2]capture
-	stdin   int // write end, -1 when all was written
+	stdin   int    // write end, -1 when all was written
+	oom     uint32 // processes that had been killed for want of memory when it was started
 
 	mu       sync.Mutex
 	p        *proc
@@ -110,6 +111,7 @@ func (c *command) run() {
 	b := msg.AppendTo(nil)
 	c.a.out.sendLong(c.session, kind, c.id, b)
 	c.a.tidy(len(b) + len(c.req.Stdin))
+	c.a.short.active() // what it left behind may go on writing
 }
 
 func (c *command) execute() (agentproto.Kind, encoder) {
@@ -135,6 +137,9 @@ func (c *command) execute() (agentproto.Kind, encoder) {
 		res.Signal = unix.SignalName(st.Signal())
 	default:
 		res.ExitCode = int32(st.ExitStatus())
+	}
+	if res.ExitCode != 0 {
+		res.OOMKilled, res.DiskFull = c.a.short.blame(c.p.pid, c.oom)
 	}
 	return agentproto.KindExecResult, res
 }
@@ -196,6 +201,7 @@ func (c *command) spawn(path, cwd string, env []string, u *user) *agentproto.Err
 		closeAll(ours)
 		return execError(agentproto.CodeCanceled, "the command was canceled before it started")
 	}
+	c.oom = c.a.short.kills.Load()
 	p, err := c.a.procs.start(path, c.req.Args, attr)
 	if err != nil {
 		closeAll(ours)
@@ -257,10 +263,13 @@ func (c *command) collect() (timedOut bool) {
 		if ended {
 			fds[2].Fd = -1
 		}
-		n, err := unix.Poll(fds[:], c.a.millisUntil(deadline))
+		n, err := unix.Poll(fds[:], c.a.orLook(c.a.millisUntil(deadline)))
 		if err != nil && err != unix.EINTR {
 			c.kill()
 			break
+		}
+		if n == 0 {
+			c.a.short.active() // it lasts
 		}
 		if n <= 0 && deadline > 0 && c.a.now() >= deadline {
 			if ended {
@@ -312,6 +321,14 @@ func (a *Agent) millisUntil(deadline int64) int {
 		return -1
 	}
 	return int(max(0, (deadline-a.now()+1e6-1)/1e6))
+}
+
+// orLook is a timeout after which it is time to look at the disk, unless somebody does already.
+func (a *Agent) orLook(timeout int) int {
+	if a.short.following.Load() || a.short.disk == "" || timeout >= 0 && timeout < firstLook {
+		return timeout
+	}
+	return firstLook
 }
 
 func closeAll(fds []uintptr) {

@@ -62,6 +62,9 @@ func (a *Agent) applyIdentity(req *agentproto.Identity) string {
 			return err.Error()
 		}
 	}
+	if a.instance != req.InstanceID {
+		a.short.reborn()
+	}
 	a.instance = req.InstanceID
 	// A new slice: commands that run keep the one they were started with.
 	a.env = append(append(make([]string, 0, len(req.Env)+1), "FORKD_INSTANCE_ID="+req.InstanceID), req.Env...)

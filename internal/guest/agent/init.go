@@ -93,6 +93,9 @@ func serveInit(t transport) error {
 	if err != nil {
 		return err
 	}
+	if err := a.short.start(openKmsg(), "/"); err != nil {
+		return err
+	}
 	console("ready, version " + Version)
 	return a.loop(t)
 }

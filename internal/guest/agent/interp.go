@@ -68,6 +68,7 @@ type interp struct {
 	timedOut      bool   // cur was interrupted because its time was up
 	interrupts    int    // how often cur was interrupted
 	killed        string // why we killed it
+	oom           uint32 // processes that had been killed for want of memory when cur began
 }
 
 func (in *interp) init(a *Agent) {
@@ -169,6 +170,7 @@ func (in *interp) pump() {
 	in.queue = in.queue[1:]
 	in.cur = &next
 	in.timedOut, in.interrupts = false, 0
+	in.oom = in.a.short.kills.Load()
 	in.deadline = next.until
 	if next.timeoutMS > 0 && next.until == 0 {
 		in.deadline = in.a.now() + int64(next.timeoutMS)*1e6

@@ -187,11 +187,13 @@ func (in *interp) finish(flags byte, body []byte) {
 	res := agentproto.EvalResult{TimedOut: in.timedOut, Truncated: flags&answerCut != 0}
 	if flags&answerFailed != 0 {
 		res.Error = string(body)
+		res.OOMKilled, res.DiskFull = in.a.short.blame(in.p.pid, in.oom)
 	} else {
 		res.Result = string(body)
 	}
 	in.takeOutput(&res)
 	in.replyEval(j, &res)
+	in.a.short.active()
 	if in.ident != nil && !in.identSent {
 		in.sendIdentity()
 	}
@@ -235,10 +237,14 @@ func (in *interp) died() {
 		}
 	}
 	why := in.killed
-	if why == "" {
+	var res agentproto.EvalResult
+	res.OOMKilled, res.DiskFull = in.a.short.blame(in.p.pid, in.oom)
+	switch {
+	case why == "" && res.OOMKilled && in.p.status.Signaled():
+		why = "the Python interpreter was killed by the guest's kernel, which had no memory left"
+	case why == "":
 		why = "the Python interpreter " + ending(in.p.status)
 	}
-	var res agentproto.EvalResult
 	in.takeOutput(&res)
 	wasReady := in.ready
 	cur := in.cur

@@ -72,12 +72,18 @@ func (a *Agent) wait(t transport) error {
 	if a.in.p != nil {
 		timeout = a.in.prepare(&a.polls)
 	}
-	if _, err := unix.Poll(a.polls[:pollCount], timeout); err != nil && err != unix.EINTR {
+	lasting := a.in.cur != nil
+	if lasting { // only what lasts is worth looking at the disk meanwhile
+		timeout = a.orLook(timeout)
+	}
+	if n, err := unix.Poll(a.polls[:pollCount], timeout); err != nil && err != unix.EINTR {
 		return os.NewSyscallError("poll", err)
 	} else if err != nil {
 		for i := range a.polls {
 			a.polls[i].Revents = 0
 		}
+	} else if n == 0 && lasting {
+		a.short.active()
 	}
 	if a.polls[pollStop].Revents != 0 {
 		return errStopped
@@ -164,9 +170,10 @@ func (a *Agent) hello(f agentproto.Frame) {
 	}
 	a.session = f.Session
 	a.out.session.Store(f.Session)
-	h.Version = agentproto.ProtocolVersion
+	h.Version = agentproto.Agree(h.Version)
 	a.scratch = h.AppendTo(a.scratch[:0])
 	a.out.send(f.Session, agentproto.KindHelloAck, 0, a.scratch)
+	a.short.greet(h.Version)
 }
 
 func (a *Agent) dispatch(kind agentproto.Kind, id uint32, msg []byte) {

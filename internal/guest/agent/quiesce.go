@@ -28,6 +28,7 @@ func (a *Agent) quiesced(problem string) {
 		a.refuse(a.quiet.session, a.quiet.id, agentproto.CodeInternal, "the machine did not become quiet: "+problem)
 		return
 	}
+	a.short.quiet()
 	a.files.prepare()
 	if !a.opt.Sandboxed {
 		debug.FreeOSMemory()

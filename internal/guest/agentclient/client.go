@@ -33,6 +33,8 @@ type Dialer func(ctx context.Context) (net.Conn, error)
 type Options struct {
 	// Resync says that another host process may have used the channel before and may have died in the middle of a message.
 	Resync bool
+	// Notice is called with what the guest says without having been asked, in order. It must return soon, and not call the Client.
+	Notice func(agentproto.Notice)
 }
 
 // Client talks to one guest agent. It is safe for concurrent use.
@@ -43,13 +45,14 @@ type Client struct {
 	lock   chan struct{} // held to look at or replace conn; a channel, so that waiting for it ends with the context
 	conn   *conn         // nil: none, or broken
 	resync bool          // the next connection spoils what an earlier one may have left half written
+	notice func(agentproto.Notice)
 	wg     sync.WaitGroup
 }
 
 // New returns a Client. It connects at the first call.
 func New(dial Dialer, opt Options) *Client {
 	life, end := context.WithCancelCause(context.Background())
-	return &Client{dial: dial, life: life, end: end, lock: make(chan struct{}, 1), resync: opt.Resync}
+	return &Client{dial: dial, life: life, end: end, lock: make(chan struct{}, 1), resync: opt.Resync, notice: opt.Notice}
 }
 
 // Ping asks the agent whether it lives.
@@ -171,6 +174,7 @@ func (c *Client) connection(ctx context.Context) (*conn, error) {
 		return nil, fmt.Errorf("session token: %w", err)
 	}
 	c.conn = newConn(nc, hello, c.resync)
+	c.conn.notice = c.notice
 	c.resync = true // whatever comes after this connection may follow a half-written frame of it
 	c.wg.Go(c.conn.read)
 	return c.conn, nil

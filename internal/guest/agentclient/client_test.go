@@ -442,6 +442,24 @@ func TestOtherProtocolVersionIsRefused(t *testing.T) {
 	}
 }
 
+func TestOlderAgentIsServed(t *testing.T) {
+	gs := newGuests(t)
+	c := newClient(t, gs.dial, Options{})
+	go func() {
+		g := <-gs.conns
+		if g.hello(agentproto.OldestVersion) != nil {
+			return
+		}
+		if f, err := g.read(); err == nil {
+			pong := agentproto.Pong{Version: "old"}
+			_, _ = g.Write(agentproto.AppendMessage(nil, agentproto.KindPong, f.Session, f.ID, pong.AppendTo(nil)))
+		}
+	}()
+	if pong, err := c.Ping(testContext(t)); err != nil || pong.Version != "old" {
+		t.Errorf("Ping: got %+v, %v", pong, err)
+	}
+}
+
 // A guest is not trusted: whatever it sends, the host's memory is bounded and its calls end.
 func TestHostileGuest(t *testing.T) {
 	tests := []struct {

@@ -24,6 +24,7 @@ type conn struct {
 	session uint64
 	writing chan struct{} // held while a frame is written
 	prefix  []byte        // what goes out before the first frame; owned by the holder of writing
+	notice  func(agentproto.Notice)
 
 	mu      sync.Mutex
 	pending map[uint32]chan answer
@@ -208,8 +209,19 @@ func (c *conn) handle(dec *agentproto.Decoder, asm *agentproto.Assembler) error 
 			}
 			continue
 		}
-		if f.Session == c.session {
+		if f.Session != c.session {
+			continue
+		}
+		if f.Kind != agentproto.KindNotice {
 			c.deliver(f, asm)
+			continue
+		}
+		var n agentproto.Notice
+		if err := n.Decode(f.Payload); err != nil {
+			return err
+		}
+		if c.notice != nil {
+			c.notice(n)
 		}
 	}
 }
@@ -219,7 +231,7 @@ func checkVersion(payload []byte) error {
 	if err := ack.Decode(payload); err != nil {
 		return err
 	}
-	if ack.Version != agentproto.ProtocolVersion {
+	if ack.Version < agentproto.OldestVersion || ack.Version > agentproto.ProtocolVersion {
 		return fmt.Errorf("the guest's agent speaks protocol version %d, this forkd %d; rebuild the image with this forkd", ack.Version, agentproto.ProtocolVersion)
 	}
 	return nil

@@ -18,7 +18,8 @@ const (
 	KindCancel // its id is the one of the request to cancel; no answer
 	KindQuiesce
 	KindQuiesceAck
-	KindError // answers any request
+	KindError  // answers any request
+	KindNotice // from the guest; its id is 0
 	kindEnd
 )
 

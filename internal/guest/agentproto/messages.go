@@ -105,7 +105,8 @@ func (m *ExecResult) AppendTo(dst []byte) []byte {
 	dst = append32(dst, uint32(m.ExitCode))
 	dst = appendString(dst, m.Signal)
 	dst = appendBool(dst, m.TimedOut)
-	return appendBool(dst, m.Truncated)
+	dst = appendBool(dst, m.Truncated)
+	return appendShortage(dst, m.OOMKilled, m.DiskFull)
 }
 
 // Decode reads the message's binary form.
@@ -117,6 +118,7 @@ func (m *ExecResult) Decode(b []byte) error {
 	m.Signal = c.string()
 	m.TimedOut = c.bool()
 	m.Truncated = c.bool()
+	m.OOMKilled, m.DiskFull = c.shortage()
 	return c.err()
 }
 
@@ -143,7 +145,8 @@ func (m *EvalResult) AppendTo(dst []byte) []byte {
 	dst = appendBytes(dst, m.Stderr)
 	dst = appendString(dst, m.Error)
 	dst = appendBool(dst, m.TimedOut)
-	return appendBool(dst, m.Truncated)
+	dst = appendBool(dst, m.Truncated)
+	return appendShortage(dst, m.OOMKilled, m.DiskFull)
 }
 
 // Decode reads the message's binary form.
@@ -155,6 +158,52 @@ func (m *EvalResult) Decode(b []byte) error {
 	m.Error = c.string()
 	m.TimedOut = c.bool()
 	m.Truncated = c.bool()
+	m.OOMKilled, m.DiskFull = c.shortage()
+	return c.err()
+}
+
+// What a result says of shortages is a byte that agents of version 1 did not send.
+const (
+	shortOfMemory = 1 << iota
+	shortOfDisk
+)
+
+func appendShortage(dst []byte, memory, disk bool) []byte {
+	var b byte
+	if memory {
+		b |= shortOfMemory
+	}
+	if disk {
+		b |= shortOfDisk
+	}
+	return append(dst, b)
+}
+
+func (c *cursor) shortage() (memory, disk bool) {
+	if c.bad || len(c.b) == 0 {
+		return false, false
+	}
+	b := c.u8()
+	return b&shortOfMemory != 0, b&shortOfDisk != 0
+}
+
+// AppendTo appends the message's binary form.
+func (m *Notice) AppendTo(dst []byte) []byte {
+	dst = append32(dst, m.OOMKills)
+	dst = appendString(dst, m.Victim)
+	dst = appendBool(dst, m.DiskFull)
+	dst = append64(dst, m.DiskFree)
+	return append64(dst, m.DiskSize)
+}
+
+// Decode reads the message's binary form.
+func (m *Notice) Decode(b []byte) error {
+	c := cursor{b: b}
+	m.OOMKills = c.u32()
+	m.Victim = c.string()
+	m.DiskFull = c.bool()
+	m.DiskFree = uint64(c.i64())
+	m.DiskSize = uint64(c.i64())
 	return c.err()
 }
 

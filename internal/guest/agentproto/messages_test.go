@@ -30,9 +30,10 @@ var samples = []struct {
 	{"exec", &ExecRequest{
 		Args: []string{"sh", "-c", "true"}, Env: []string{"X=1"}, Cwd: "/tmp", User: "user", TimeoutMS: 1, MaxOutput: 2, Stdin: []byte("in\x00"),
 	}, func() message { return new(ExecRequest) }},
-	{"exec result", &ExecResult{Stdout: []byte("o"), Stderr: []byte("e"), ExitCode: -1, Signal: "SIGKILL", TimedOut: true, Truncated: true}, func() message { return new(ExecResult) }},
+	{"exec result", &ExecResult{Stdout: []byte("o"), Stderr: []byte("e"), ExitCode: -1, Signal: "SIGKILL", TimedOut: true, Truncated: true, OOMKilled: true}, func() message { return new(ExecResult) }},
 	{"eval", &EvalRequest{Code: "1+1\n", TimeoutMS: 7, MaxOutput: 8}, func() message { return new(EvalRequest) }},
-	{"eval result", &EvalResult{Result: "'ä'", Stdout: []byte("o"), Stderr: []byte("e"), Error: "boom", TimedOut: true, Truncated: true}, func() message { return new(EvalResult) }},
+	{"eval result", &EvalResult{Result: "'ä'", Stdout: []byte("o"), Stderr: []byte("e"), Error: "boom", TimedOut: true, Truncated: true, DiskFull: true}, func() message { return new(EvalResult) }},
+	{"notice", &Notice{OOMKills: 3, Victim: "python3", DiskFull: true, DiskFree: 4096, DiskSize: 1 << 40}, func() message { return new(Notice) }},
 	{"error", &Error{Code: CodeBusy, Message: "later"}, func() message { return new(Error) }},
 }
 
@@ -56,6 +57,12 @@ func TestDecodeOfAPartFails(t *testing.T) {
 	for _, tc := range samples {
 		t.Run(tc.name, func(t *testing.T) {
 			b := tc.msg.AppendTo(nil)
+			if strings.HasSuffix(tc.name, " result") {
+				b = b[:len(b)-1] // the whole message of an agent of version 1
+				if err := tc.empty().Decode(b); err != nil {
+					t.Errorf("Decode of an older message: %v", err)
+				}
+			}
 			for n := range b {
 				if err := tc.empty().Decode(b[:n]); !errors.Is(err, ErrMalformed) {
 					t.Fatalf("Decode of %d of %d bytes: got %v, want %v", n, len(b), err, ErrMalformed)

@@ -24,14 +24,20 @@
 // # Compatibility
 //
 // A decoder ignores bytes after the fields it knows, so a newer peer may append fields. HELLO and HELLO_ACK carry ProtocolVersion;
-// it changes when older peers could not understand each other any more.
+// the agent answers a host's with the older of the two.
 //
 // The encoding is written by hand and takes few branches on purpose: under QEMU's TCG every basic block that runs for the first time
 // in a fork costs some 13 µs.
 package agentproto
 
-// ProtocolVersion is the version of the frames and messages.
-const ProtocolVersion uint16 = 1
+// ProtocolVersion is the version of the frames and messages. From 2 on the guest sends notices that nobody asked for.
+const ProtocolVersion uint16 = 2
+
+// Oldest version that this one can talk to.
+const OldestVersion uint16 = 1
+
+// Agree is the version that an agent answers a host with: an older host refuses what it does not know.
+func Agree(host uint16) uint16 { return min(max(host, OldestVersion), ProtocolVersion) }
 
 // Limits. Peers enforce them before they allocate.
 const (
@@ -88,6 +94,8 @@ type ExecResult struct {
 	Signal         string // name of the signal that ended the command, "" when it exited
 	TimedOut       bool   // the command was killed because its time was up
 	Truncated      bool   // stdout or stderr was longer than MaxOutput
+	OOMKilled      bool   // the guest's kernel killed it, or a process that it had started, for want of memory
+	DiskFull       bool   // it failed, and the guest's disk was full when it ended
 }
 
 // EvalRequest runs code in the resident Python interpreter.
@@ -104,6 +112,17 @@ type EvalResult struct {
 	Error          string // traceback; "" when the code ended well
 	TimedOut       bool   // the time was up before the code ended, so it was interrupted
 	Truncated      bool   // result, stdout or stderr was longer than MaxOutput
+	OOMKilled      bool   // the guest's kernel killed the interpreter, or a process that it had started, for want of memory
+	DiskFull       bool   // it failed, and the guest's disk was full when it ended
+}
+
+// Notice says what a guest is short of. It is sent when that changes, and at the beginning of a session unless it says nothing; nobody asks for it.
+type Notice struct {
+	OOMKills uint32 // processes that the kernel killed for want of memory since the machine became who it is
+	Victim   string // name of the last of them
+	DiskFull bool   // hardly anything can be written any more
+	DiskFree uint64 // bytes that can be, when that was looked at last
+	DiskSize uint64
 }
 
 // Code classifies an Error.

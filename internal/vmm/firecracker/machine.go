@@ -223,13 +223,16 @@ func (m *machine) watch() {
 	defer close(m.done)
 	p := m.session.process
 	<-p.Done()
+	panicked := m.session.panicked()
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	switch said := p.Said(); {
 	case m.killed:
 		m.exit = vmm.Exit{Reason: vmm.ExitKilled}
+	case p.Status == "exit status 0" && panicked != "":
+		m.exit = vmm.Exit{Reason: vmm.ExitPanicked, Detail: panicked}
 	case p.Status == "exit status 0":
-		m.exit = vmm.Exit{Reason: vmm.ExitShutdown, Detail: "guest powered off, rebooted or panicked"}
+		m.exit = vmm.Exit{Reason: vmm.ExitShutdown, Detail: "guest powered off or rebooted"}
 	default:
 		m.exit = vmm.Exit{Reason: vmm.ExitCrashed, Detail: "Firecracker: " + p.Status}
 		if said != "" {
@@ -239,6 +242,25 @@ func (m *machine) watch() {
 	for s := range m.streams {
 		s.end()
 	}
+}
+
+// lastWords bounds the wait for the rest of a console when its monitor has ended.
+const lastWords = 2 * time.Second
+
+// panicked says what the guest's kernel died of; "" when it did not. Preconditions: the process has ended.
+func (s *session) panicked() string {
+	if s.console == nil {
+		return ""
+	}
+	select {
+	case <-s.console.done:
+	case <-time.After(lastWords):
+	}
+	text, err := s.console.newest()
+	if err != nil {
+		return ""
+	}
+	return vmm.PanicIn(text)
 }
 
 func (m *machine) Process() vmm.Process  { return m.session.process.ID }

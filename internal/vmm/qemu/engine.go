@@ -250,10 +250,13 @@ func (e *Engine) Attach(ctx context.Context, id vmm.Process) (vmm.Machine, error
 		s.qmp.close()
 		return nil, fmt.Errorf("attach to QEMU %d: %w", id.PID, err)
 	}
-	if status.Status == "shutdown" || status.Status == "guest-panicked" {
-		s.guestEnded("guest had ended (" + status.Status + ") when the daemon came back")
+	if status.Status != "shutdown" && status.Status != "guest-panicked" {
+		return s.machine(), nil
 	}
-	return s.machine(), nil
+	s.guestEnded("guest had ended (" + status.Status + ") when the daemon came back")
+	m := s.machine()
+	<-m.done // who gets it sees at once that it has ended
+	return m, nil
 }
 
 // leastMiB is what a stock kernel and the agent need.

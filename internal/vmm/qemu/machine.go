@@ -198,7 +198,7 @@ func (m *machine) watch() {
 	s := m.session
 	select {
 	case <-s.guestEnd:
-		m.exit = vmm.Exit{Reason: vmm.ExitShutdown, Detail: s.detail}
+		m.exit = m.guestExit()
 	case <-s.process.Done():
 		m.mu.Lock()
 		defer m.mu.Unlock()
@@ -209,6 +209,20 @@ func (m *machine) watch() {
 			m.exit.Detail += ": " + said
 		}
 	}
+}
+
+// lastWords bounds the wait for a guest's console when the guest has ended.
+const lastWords = 2 * time.Second
+
+// guestExit is the end of a guest that ended by itself: a panic looks like a reboot, but for the console.
+func (m *machine) guestExit() vmm.Exit {
+	ctx, cancel := context.WithTimeout(context.Background(), lastWords)
+	defer cancel()
+	console, err := m.Console(ctx)
+	if why := vmm.PanicIn(console); err == nil && why != "" {
+		return vmm.Exit{Reason: vmm.ExitPanicked, Detail: why}
+	}
+	return vmm.Exit{Reason: vmm.ExitShutdown, Detail: m.session.detail}
 }
 
 func (m *machine) Process() vmm.Process  { return m.session.process.ID }

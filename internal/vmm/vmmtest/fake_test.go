@@ -24,6 +24,7 @@ func fakeHarness(t *testing.T, opts vmmtest.FakeOptions) vmmtest.Harness {
 		Shape:    vmm.Shape{MemMiB: 2, VCPUs: 1},
 		Print:    func(text string) []string { return []string{"console", text} },
 		Shutdown: []string{"poweroff"},
+		Panic:    []string{"panic", "at the disco"},
 		Detach:   func(vmm.Machine) error { return nil },
 		Timeout:  10 * time.Second,
 		Silence:  50 * time.Millisecond,

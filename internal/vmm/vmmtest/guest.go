@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/forkd/forkd/internal/guest/agentproto"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -36,8 +37,10 @@ type guest struct {
 	saves  int             // guarded by the hardware's mu
 	faults map[Step]Action // set before the gate opens for the first time
 
-	mu      sync.Mutex // guards the store and the console
+	mu      sync.Mutex // guards the store and what follows
 	console int64      // bytes written
+	short   agentproto.Notice
+	tell    func(agentproto.Notice) // the host, of short; nil: nobody listens yet
 }
 
 func newGuest(memory []byte, gate *gate, dir string, over chan<- string) *guest {
@@ -100,9 +103,24 @@ func (g *guest) print(s string) {
 }
 
 // shutdown ends the machine as a guest that powers off does.
-func (g *guest) shutdown(why string) {
+func (g *guest) shutdown(why string) { g.end("the guest powered off: " + why) }
+
+// panicPrefix marks the end of a guest whose kernel panicked.
+const panicPrefix = "panic: "
+
+func (g *guest) end(how string) {
 	select {
-	case g.over <- "the guest powered off: " + why:
+	case g.over <- how:
 	default: // it ends already
+	}
+}
+
+// shortage changes what the guest is short of, and tells the host.
+func (g *guest) shortage(change func(*agentproto.Notice)) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	change(&g.short)
+	if g.tell != nil {
+		g.tell(g.short)
 	}
 }

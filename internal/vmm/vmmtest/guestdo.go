@@ -26,6 +26,9 @@ func (g *guest) identify(ctx context.Context, id agentproto.Identity) (agentprot
 	if len(id.Entropy) < agentproto.MinEntropy {
 		return refuse("too little entropy")
 	}
+	if was := g.view().InstanceID; was != id.InstanceID {
+		g.shortage(func(n *agentproto.Notice) { n.OOMKills, n.Victim = 0, "" })
+	}
 	g.change(func(s *store) {
 		s.InstanceID, s.Env = id.InstanceID, id.Env
 		if id.Hostname != "" {
@@ -80,6 +83,10 @@ func (g *guest) exec(ctx context.Context, req agentproto.ExecRequest) (agentprot
 	res.Stdout, long[0] = cut(sh.stdout.Bytes(), req.MaxOutput)
 	res.Stderr, long[1] = cut(sh.stderr.Bytes(), req.MaxOutput)
 	res.Truncated = long[0] || long[1]
+	res.OOMKilled = sh.oom
+	g.mu.Lock()
+	res.DiskFull = code != 0 && g.short.DiskFull
+	g.mu.Unlock()
 	return res, nil
 }
 

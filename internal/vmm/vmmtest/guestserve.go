@@ -58,6 +58,11 @@ func newAgentServer(g *guest) *agentServer {
 
 // serve serves one connection after the other. It ends with the process.
 func (s *agentServer) serve(l net.Listener, port uint32) {
+	if port == vmm.PortControl {
+		s.guest.mu.Lock()
+		s.guest.tell = s.notice
+		s.guest.mu.Unlock()
+	}
 	for {
 		conn, err := l.Accept()
 		if err != nil {
@@ -128,8 +133,23 @@ func (s *agentServer) hello(f agentproto.Frame) {
 	s.mu.Lock()
 	s.session = f.Session
 	s.mu.Unlock()
-	hello.Version = agentproto.ProtocolVersion
+	hello.Version = agentproto.Agree(hello.Version)
 	s.send(requestID{f.Session, 0}, agentproto.KindHelloAck, &hello)
+	s.guest.mu.Lock()
+	defer s.guest.mu.Unlock()
+	if n := s.guest.short; n.OOMKills > 0 || n.DiskFull {
+		s.notice(n)
+	}
+}
+
+// notice tells the host something that it did not ask for.
+func (s *agentServer) notice(n agentproto.Notice) {
+	s.mu.Lock()
+	session := s.session
+	s.mu.Unlock()
+	if session != 0 {
+		s.send(requestID{session, 0}, agentproto.KindNotice, &n)
+	}
 }
 
 // send writes a message, unless its session is over.

@@ -7,6 +7,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/forkd/forkd/internal/guest/agentproto"
 )
 
 // The commands of a fake guest, enough for tests of what is above an engine. `sh -c` knows words in quotes, `;`, `&&`, newlines,
@@ -19,7 +21,9 @@ import (
 //	console WORDS…                  (print to the console)
 //	stderr WORDS…                   (print to standard error)
 //	spew N                          (N bytes of output)
-//	poweroff | crash
+//	oom NAME                        (ends as if the kernel had killed it for want of memory)
+//	filldisk | cleardisk            (fails, with the disk full from now on; makes room)
+//	poweroff | crash | panic WORDS…
 
 // shell runs one command of a guest.
 type shell struct {
@@ -27,6 +31,7 @@ type shell struct {
 	env            []string
 	stdin          []byte
 	stdout, stderr bytes.Buffer
+	oom            bool // it was killed for want of memory
 }
 
 // Exit codes, as shells use them.
@@ -66,9 +71,19 @@ func commands() map[string]command {
 		"spew":     spew,
 		"poweroff": poweroff,
 		"crash":    crash,
-		"sh":       script,
-		"/bin/sh":  script,
-		"bash":     script,
+		"panic":    panicked,
+		"oom":      oom,
+		"filldisk": func(_ context.Context, sh *shell, _ []string) int {
+			sh.guest.shortage(func(n *agentproto.Notice) { n.DiskFull = true })
+			return sh.fail(1, "no space left on device")
+		},
+		"cleardisk": func(_ context.Context, sh *shell, _ []string) int {
+			sh.guest.shortage(func(n *agentproto.Notice) { n.DiskFull = false })
+			return 0
+		},
+		"sh":      script,
+		"/bin/sh": script,
+		"bash":    script,
 	}
 }
 
@@ -313,4 +328,20 @@ func poweroff(_ context.Context, sh *shell, _ []string) int {
 func crash(context.Context, *shell, []string) int {
 	die()
 	return 0
+}
+
+// panicked ends the guest as a kernel does that panics: to its monitor it is a reboot.
+func panicked(_ context.Context, sh *shell, args []string) int {
+	sh.guest.print("Kernel panic - not syncing: " + strings.Join(args, " ") + "\n")
+	sh.guest.end(panicPrefix + strings.Join(args, " "))
+	return 0
+}
+
+func oom(_ context.Context, sh *shell, args []string) int {
+	sh.oom = true
+	sh.guest.shortage(func(n *agentproto.Notice) {
+		n.OOMKills++
+		n.Victim = strings.Join(args, " ")
+	})
+	return 128 + 9
 }

@@ -23,6 +23,7 @@ type Harness struct {
 	Read     []string                   // a command that prints what Write wrote last; nil: cat prints that file
 	Print    func(text string) []string // a command that prints text to the guest's console; nil: sh does
 	Shutdown []string                   // a command that ends the guest; nil: the kernel is told to reboot at once
+	Panic    []string                   // a command that makes the guest's kernel panic; nil: it is told to
 
 	BootTimeout time.Duration // from Boot to the agent's first answer; 0: 2 min
 	Timeout     time.Duration // for any one step of a child; 0: 30 s
@@ -51,6 +52,9 @@ func (h Harness) withDefaults() Harness {
 	}
 	if h.Print == nil {
 		h.Print = func(text string) []string { return []string{"sh", "-c", "echo " + text + " >/dev/console"} }
+	}
+	if h.Panic == nil {
+		h.Panic = []string{"sh", "-c", "echo c >/proc/sysrq-trigger"}
 	}
 	if h.Shutdown == nil {
 		h.Shutdown = []string{"sh", "-c", "echo b >/proc/sysrq-trigger"}
@@ -95,6 +99,7 @@ func Run(t *testing.T, h Harness) {
 	t.Run("KillPrepared", s.testKillPrepared)
 	t.Run("KilledFromOutside", s.testKilledFromOutside)
 	t.Run("GuestShutdown", s.testGuestShutdown)
+	t.Run("GuestPanics", s.testGuestPanics)
 	t.Run("Attach", s.testAttach)
 	t.Run("AttachAfterDaemonDied", s.testAttachAfterDaemonDied)
 	t.Run("AttachGone", s.testAttachGone)

@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"sync/atomic"
 	"syscall"
 
@@ -166,6 +167,9 @@ func (m *monitor) wait(reap func() error) {
 
 func (m *monitor) reason(status error, known bool) vmm.Exit {
 	if why, err := os.ReadFile(filepath.Join(m.proc.Dir, exitFile)); err == nil {
+		if why, panicked := strings.CutPrefix(string(why), panicPrefix); panicked {
+			return vmm.Exit{Reason: vmm.ExitPanicked, Detail: why}
+		}
 		return vmm.Exit{Reason: vmm.ExitShutdown, Detail: string(why)}
 	}
 	switch {

@@ -138,7 +138,12 @@ func (s *suite) testTemplateUnchanged(t *testing.T) {
 	}
 }
 
-func (s *suite) testGuestShutdown(t *testing.T) {
+func (s *suite) testGuestShutdown(t *testing.T) { s.endsItself(t, s.h.Shutdown, vmm.ExitShutdown) }
+
+// testGuestPanics: a kernel that panicked is no guest that was shut down.
+func (s *suite) testGuestPanics(t *testing.T) { s.endsItself(t, s.h.Panic, vmm.ExitPanicked) }
+
+func (s *suite) endsItself(t *testing.T, command []string, want vmm.ExitReason) {
 	child := s.fork(t, "goner")
 	ctx, cancel := context.WithCancel(s.step(t))
 	defer cancel()
@@ -146,10 +151,10 @@ func (s *suite) testGuestShutdown(t *testing.T) {
 		<-child.Done() // the guest may be gone before it has answered
 		cancel()
 	}()
-	if out, err := child.agent.exec(ctx, s.h.Shutdown); err != nil {
+	if out, err := child.agent.exec(ctx, command); err != nil {
 		t.Logf("the command that ends the guest: %q, %v", out, err)
 	}
-	s.checkEnd(t, child, vmm.ExitShutdown)
+	s.checkEnd(t, child, want)
 	if err := child.Kill(); err != nil {
 		t.Errorf("Kill of a machine that has ended: %v", err)
 	}
