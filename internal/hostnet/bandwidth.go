@@ -31,12 +31,17 @@ func (s *Slot) limit(mbit int) error {
 	return nil
 }
 
+// What a link may send at once: a packet of any size that a veth carries, so that none is too large to be sent ever.
+const leastBurst = 64 << 10
+
 // shape has what is sent over a link wait its turn: what is more than an eighth of a second of it is dropped.
 func shape(h *netlink.Handle, link netlink.Link, mbit int) error {
 	attrs := netlink.QdiscAttrs{LinkIndex: link.Attrs().Index, Handle: netlink.MakeHandle(1, 0), Parent: netlink.HANDLE_ROOT}
 	rate := uint64(mbit) * 1_000_000 / 8 // bytes a second
-	tbf := &netlink.Tbf{QdiscAttrs: attrs, Rate: rate, Buffer: uint32(max(rate/100, 16<<10)), Limit: uint32(max(rate/8, 64<<10))}
+	burst := max(rate/100, leastBurst)
+	tbf := &netlink.Tbf{QdiscAttrs: attrs, Rate: rate, Limit: uint32(max(rate/8, 2*leastBurst))}
 	if mbit > 0 {
+		tbf.Buffer = netlink.Xmittime(rate, uint32(burst)) // the kernel takes the time that it takes
 		return h.QdiscReplace(tbf)
 	}
 	if err := h.QdiscDel(tbf); err != nil && !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.EINVAL) {

@@ -263,7 +263,7 @@ func shortOf(res agentproto.ExecResult) (what string) {
 		what = ", killed by the guest's kernel for want of memory (--mem-mib)"
 	}
 	if res.DiskFull {
-		what += ", and the guest's disk is full (it is three quarters of --mem-mib)"
+		what += ", and the guest's disk is full (it is three fifths of --mem-mib)"
 	}
 	return what
 }

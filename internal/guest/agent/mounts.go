@@ -43,7 +43,8 @@ func mountRoot(device, kind string) error {
 	if err := unix.Mount(device, lowerDir, kind, unix.MS_RDONLY, ""); err != nil {
 		return errors.New("can't mount " + device + " as " + kind + ": " + err.Error())
 	}
-	if err := unix.Mount("tmpfs", upperDir, "tmpfs", 0, "mode=0755,size=75%,nr_inodes=0"); err != nil {
+	// Less than the memory that programs leave, so that one who fills it is told that there is no room, and no program is killed for it.
+	if err := unix.Mount("tmpfs", upperDir, "tmpfs", 0, "mode=0755,size=60%,nr_inodes=0"); err != nil {
 		return errors.New("can't mount the tmpfs for writes: " + err.Error())
 	}
 	for _, dir := range []string{upperDir + "/data", upperDir + "/work"} {
