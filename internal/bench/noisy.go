@@ -15,7 +15,7 @@ import (
 type NoisyOptions struct {
 	Tag      string // "": the only snapshot that rests on no other
 	Noisy    int    // sandboxes that make noise, at a time
-	N        int    // requests in each round
+	N        int    // requests of each kind, with and without noise
 	Limits   client.Limits
 	Progress func(format string, args ...any)
 }
@@ -25,22 +25,32 @@ type NoisyReport struct {
 	Subject
 	Noisy  int           `json:"noisy"`
 	Limits client.Limits `json:"limits"`
-	Quiet  NoisyRound    `json:"quiet"` // the same requests, with as many sandboxes that do nothing
-	Rounds []NoisyRound  `json:"rounds"`
+	Noises []Noise       `json:"noises"`
 }
 
-// NoisyRound is what requests of others took while guests made one kind of noise.
-type NoisyRound struct {
-	Noise     string  `json:"noise"`
-	N         int     `json:"n"`
-	Failed    int     `json:"failed"`
-	Errors    []Count `json:"errors,omitempty"`
-	APIMS     Millis  `json:"api_ms"`  // the daemon's own answers: a sandbox is looked up
-	PingMS    Millis  `json:"ping_ms"` // a sandbox that makes no noise answers
-	APIRatio  float64 `json:"api_p99_ratio,omitempty"`
-	PingRatio float64 `json:"ping_p99_ratio,omitempty"`
-	Ended     int     `json:"noisy_ended"` // of the noisy ones, by their limits
-	Disturbed int     `json:"disturbed"`   // others that were ended: none is to be
+// Noise is what requests of others took while guests made one kind of noise, and just before, while as many guests did nothing. Both are measured
+// in turn, in several rounds, since the speed of a shared host changes.
+type Noise struct {
+	Noise     string     `json:"noise"`
+	Quiet     NoisyPhase `json:"quiet"`
+	Loud      NoisyPhase `json:"loud"`
+	APIRatio  float64    `json:"api_p99_ratio"`
+	PingRatio float64    `json:"ping_p99_ratio"`
+	Ended     int        `json:"noisy_ended"` // of the noisy ones, by their limits
+	Disturbed int        `json:"disturbed"`   // others that were ended: none is to be
+}
+
+// NoisyPhase is what was measured with, or without, noise.
+type NoisyPhase struct {
+	N        int     `json:"n"`
+	Failed   int     `json:"failed"`
+	Errors   []Count `json:"errors,omitempty"`
+	APIMS    Millis  `json:"api_ms"`    // the daemon's own answers: a sandbox is looked up
+	PingMS   Millis  `json:"ping_ms"`   // a sandbox that makes no noise answers
+	ClientMS Millis  `json:"client_ms"` // how late this program is woken itself, which is in the others
+
+	api, ping, client []time.Duration
+	errs              map[string]int
 }
 
 // noises are what guests do, as shell commands that don't end by themselves.
@@ -54,8 +64,11 @@ func noises() []struct{ name, command string } {
 	}
 }
 
+// noisyRounds is how often noise and quiet take turns.
+const noisyRounds = 4
+
 // Noisy measures what guests that do their worst do to others. What it starts it ends.
-func Noisy(ctx context.Context, c *client.Client, opt NoisyOptions) (NoisyReport, error) {
+func Noisy(ctx context.Context, c *client.Client, opt NoisyOptions) (r NoisyReport, err error) {
 	if opt.Progress == nil {
 		opt.Progress = func(string, ...any) {}
 	}
@@ -64,89 +77,118 @@ func Noisy(ctx context.Context, c *client.Client, opt NoisyOptions) (NoisyReport
 		return NoisyReport{}, err
 	}
 	opt.Tag = subject.Tag
-	r := NoisyReport{Subject: subject, Noisy: opt.Noisy, Limits: opt.Limits}
-	opt.Progress("listening to %d sandboxes that do nothing", opt.Noisy)
-	if r.Quiet, err = noisyRound(ctx, c, opt, "nothing", "sleep 3600"); err != nil {
+	r = NoisyReport{Subject: subject, Noisy: opt.Noisy, Limits: opt.Limits}
+	quiet, err := c.Fork(ctx, client.ForkRequest{SnapshotTag: opt.Tag})
+	defer func() { err = errors.Join(err, KillAll(context.WithoutCancel(ctx), c, childrenOf(quiet))) }()
+	if err != nil {
 		return r, err
 	}
+	// Both ways go through code that runs for the first time.
+	listen(ctx, c, quiet[0].ID, opt.N/10, &NoisyPhase{})
 	for _, n := range noises() {
-		opt.Progress("%d sandboxes: each %s", opt.Noisy, n.name)
-		round, err := noisyRound(ctx, c, opt, n.name, n.command)
-		if err != nil {
-			return r, fmt.Errorf("%s: %w", n.name, err)
+		opt.Progress("%d sandboxes: each %s, and each does nothing, in turn", opt.Noisy, n.name)
+		noise := Noise{Noise: n.name}
+		for range noisyRounds {
+			if err := noisyRound(ctx, c, opt, quiet[0].ID, n.command, &noise); err != nil {
+				return r, fmt.Errorf("%s: %w", n.name, err)
+			}
 		}
-		round.APIRatio, round.PingRatio = ratio(round.APIMS.P99, r.Quiet.APIMS.P99), ratio(round.PingMS.P99, r.Quiet.PingMS.P99)
-		r.Rounds = append(r.Rounds, round)
+		noise.Quiet.sum()
+		noise.Loud.sum()
+		noise.APIRatio, noise.PingRatio = ratio(noise.Loud.APIMS.P99, noise.Quiet.APIMS.P99), ratio(noise.Loud.PingMS.P99, noise.Quiet.PingMS.P99)
+		noise.Disturbed = ended(ctx, c, quiet)
+		r.Noises = append(r.Noises, noise)
 	}
 	return r, nil
 }
 
-// noiseGrace is how long the noise is let grow before anything is measured.
-const noiseGrace = 2 * time.Second
+// How long what has just begun is let settle before anything is measured.
+const (
+	noiseGrace = 2 * time.Second
+	quietGrace = 500 * time.Millisecond
+)
 
-// noisyRound starts noisy sandboxes and a quiet one, and asks for things of the daemon and of the quiet one.
-func noisyRound(ctx context.Context, c *client.Client, opt NoisyOptions, name, command string) (round NoisyRound, err error) {
-	round.Noise = name
+// noisyRound starts sandboxes, asks for things of the daemon and of another one, has them make noise, and asks again.
+func noisyRound(ctx context.Context, c *client.Client, opt NoisyOptions, quiet, command string, into *Noise) (err error) {
 	ctx, stop := context.WithCancel(ctx)
-	var made []Child
 	var noise sync.WaitGroup
+	noisy, err := c.Fork(ctx, client.ForkRequest{SnapshotTag: opt.Tag, N: client.Int(opt.Noisy), Limits: &opt.Limits})
 	defer func() {
 		stop()
-		err = errors.Join(err, KillAll(context.WithoutCancel(ctx), c, made))
+		err = errors.Join(err, KillAll(context.WithoutCancel(ctx), c, childrenOf(noisy)))
 		noise.Wait()
 	}()
-	quiet, err := c.Fork(ctx, client.ForkRequest{SnapshotTag: opt.Tag})
-	for _, s := range quiet {
-		made = append(made, Child{ID: s.ID})
+	if err != nil || !pause(ctx, quietGrace) {
+		return errors.Join(err, ctx.Err())
 	}
-	if err != nil {
-		return round, err
-	}
-	noisy, err := c.Fork(ctx, client.ForkRequest{SnapshotTag: opt.Tag, N: client.Int(opt.Noisy), Limits: &opt.Limits})
-	for _, s := range noisy {
-		made = append(made, Child{ID: s.ID})
-	}
-	if err != nil {
-		return round, err
-	}
+	listen(ctx, c, quiet, opt.N/noisyRounds, &into.Quiet)
 	for _, s := range noisy {
 		noise.Go(func() { // ends with its sandbox
 			_, _ = c.Exec(ctx, s.ID, client.ExecRequest{Args: []string{"bash", "-c", command}, Timeout: time.Hour})
 		})
 	}
-	select {
-	case <-time.After(noiseGrace):
-	case <-ctx.Done():
-		return round, context.Cause(ctx)
+	if !pause(ctx, noiseGrace) {
+		return context.Cause(ctx)
 	}
-	listen(ctx, c, quiet[0].ID, opt.N, &round)
-	round.Ended, round.Disturbed = ended(ctx, c, noisy), ended(ctx, c, quiet)
-	return round, ctx.Err()
+	listen(ctx, c, quiet, opt.N/noisyRounds, &into.Loud)
+	into.Ended += ended(ctx, c, noisy)
+	return ctx.Err()
 }
 
+func childrenOf(boxes []client.Sandbox) (all []Child) {
+	for _, s := range boxes {
+		all = append(all, Child{ID: s.ID})
+	}
+	return all
+}
+
+// pause waits, and says whether it did to the end.
+func pause(ctx context.Context, d time.Duration) bool {
+	select {
+	case <-time.After(d):
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// thinking is how long nothing is asked between two requests, as clients do.
+const thinking = 2 * time.Millisecond
+
 // listen asks n times, one after the other.
-func listen(ctx context.Context, c *client.Client, id string, n int, round *NoisyRound) {
-	var api, ping []time.Duration
-	errs := map[string]int{}
+func listen(ctx context.Context, c *client.Client, id string, n int, p *NoisyPhase) {
+	if p.errs == nil {
+		p.errs = map[string]int{}
+	}
 	timed := func(into *[]time.Duration, do func() error) {
 		begin := time.Now()
+		time.Sleep(thinking)
+		p.client = append(p.client, time.Since(begin)-thinking)
+		begin = time.Now()
 		if err := do(); err != nil {
-			round.Failed++
-			errs[err.Error()]++
+			p.Failed++
+			p.errs[err.Error()]++
 			return
 		}
 		*into = append(*into, time.Since(begin))
 	}
 	for range n {
-		round.N++
-		timed(&api, func() error { _, err := c.Sandbox(ctx, id); return err })
-		timed(&ping, func() error { _, err := c.Ping(ctx, id); return err })
+		if ctx.Err() != nil {
+			return
+		}
+		p.N++
+		timed(&p.api, func() error { _, err := c.Sandbox(ctx, id); return err })
+		timed(&p.ping, func() error { _, err := c.Ping(ctx, id); return err })
 	}
-	for text, n := range errs {
-		round.Errors = append(round.Errors, Count{text, n})
+}
+
+// sum makes the figures of what was measured.
+func (p *NoisyPhase) sum() {
+	for text, n := range p.errs {
+		p.Errors = append(p.Errors, Count{text, n})
 	}
-	slices.SortFunc(round.Errors, func(a, b Count) int { return b.Count - a.Count })
-	round.APIMS, round.PingMS = millis(api), millis(ping)
+	slices.SortFunc(p.Errors, func(a, b Count) int { return b.Count - a.Count })
+	p.APIMS, p.PingMS, p.ClientMS = millis(p.api), millis(p.ping), millis(p.client)
 }
 
 // ended counts those of the sandboxes that don't run any more.
