@@ -1,5 +1,6 @@
 // Command testsum reads the output of `go test -json` and prints what a person wants of it: one line a package, the output of
-// what failed, and at the end each skipped test with its reason. It exits with 1 when something failed.
+// what failed, and at the end each skipped test with its reason. A test that is skipped in one run and passes in a later one was not
+// skipped. It exits with 1 when something failed.
 //
 // It runs no test itself, and it is no part of the product.
 package main
@@ -37,12 +38,12 @@ type summary struct {
 	out     io.Writer
 	output  map[name]*strings.Builder // kept until the thing has passed
 	counts  map[string]int            // passed tests a package
-	skipped []string
+	skipped map[name]string           // why; one that is run later is not in it
 	failed  bool
 }
 
 func summarise(r io.Reader, w io.Writer) (failed bool, err error) {
-	s := &summary{out: w, output: map[name]*strings.Builder{}, counts: map[string]int{}}
+	s := &summary{out: w, output: map[name]*strings.Builder{}, counts: map[string]int{}, skipped: map[name]string{}}
 	lines := bufio.NewReader(r)
 	for {
 		line, err := lines.ReadBytes('\n')
@@ -57,11 +58,12 @@ func summarise(r io.Reader, w io.Writer) (failed bool, err error) {
 		}
 	}
 	if len(s.skipped) > 0 {
-		sort.Strings(s.skipped)
-		fmt.Fprintf(w, "\nskipped (%d):\n", len(s.skipped))
-		for _, l := range s.skipped {
-			fmt.Fprintln(w, "  "+l)
+		var lines []string
+		for n, why := range s.skipped {
+			lines = append(lines, fmt.Sprintf("  %s %s: %s", n.pkg, n.test, why))
 		}
+		sort.Strings(lines)
+		fmt.Fprintf(w, "\nskipped (%d):\n%s\n", len(lines), strings.Join(lines, "\n"))
 	}
 	return s.failed, nil
 }
@@ -97,20 +99,23 @@ func (s *summary) line(line []byte) {
 func (s *summary) pass(e event) {
 	if e.Test != "" {
 		s.counts[e.Package]++
+		delete(s.skipped, name{e.Package, e.Test})
 		return
 	}
 	fmt.Fprintf(s.out, "ok    %s  %d tests, %.1f s\n", e.Package, s.counts[e.Package], e.Elapsed)
+	delete(s.counts, e.Package)
 }
 
 func (s *summary) skip(e event, n name) {
 	if e.Test == "" {
 		return // a package without tests
 	}
-	s.skipped = append(s.skipped, fmt.Sprintf("%s %s: %s", e.Package, e.Test, reason(s.output[n])))
+	s.skipped[n] = reason(s.output[n])
 }
 
 func (s *summary) fail(e event, n name) {
 	s.failed = true
+	delete(s.skipped, n)
 	fmt.Fprintf(s.out, "FAIL  %s %s\n", e.Package, e.Test)
 	if b := s.output[n]; b != nil {
 		fmt.Fprint(s.out, indent(b.String()))

@@ -34,6 +34,18 @@ func TestSummarise(t *testing.T) {
 			want: []string{"skipped (1):", "p TestA: needs root"},
 		},
 		{
+			name: "skipped at first and run later is not skipped",
+			in: []string{
+				`{"Action":"skip","Package":"p","Test":"TestA"}`,
+				`{"Action":"skip","Package":"p","Test":"TestB"}`,
+				`{"Action":"pass","Package":"p","Elapsed":1}`,
+				`{"Action":"pass","Package":"p","Test":"TestA"}`,
+				`{"Action":"pass","Package":"p","Elapsed":2}`,
+			},
+			want:   []string{"skipped (1):", "p TestB: no reason given", "ok    p  0 tests, 1.0 s", "ok    p  1 tests, 2.0 s"},
+			absent: []string{"TestA"},
+		},
+		{
 			name: "fail shows the output",
 			in: []string{
 				`{"Action":"output","Package":"p","Test":"TestA","Output":"got 1, want 2\n"}`,
