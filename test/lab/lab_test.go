@@ -1,6 +1,7 @@
 package lab
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"errors"
@@ -55,25 +56,16 @@ func cacheOf(t *testing.T) string {
 	return filepath.Join(base, "forkd")
 }
 
-// TestLab boots one lab and looks at what it is for.
+// TestLab boots one lab, in another process, looks at what it is for, and kills that process.
 func TestLab(t *testing.T) {
-	cache := cacheOf(t)
+	d := startDriver(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Minute)
 	defer cancel()
-	var log bytes.Buffer
-	l, err := Open(ctx, Options{Cache: cache, Log: &log})
-	if errors.Is(err, ErrUnavailable) {
-		t.Skip(err)
+	d.awaitLab(t)
+	l, err := Open(ctx, Options{Cache: d.cache})
+	if err != nil || l.Own() {
+		t.Fatalf("Open: %v, own %v, want the lab of another process", err, err == nil && l.Own())
 	}
-	if err != nil {
-		t.Fatalf("Open: %v\n%s", err, log.String())
-	}
-	t.Logf("%s", log.String())
-	t.Cleanup(func() {
-		if err := l.Close(context.Background()); err != nil {
-			t.Errorf("Close: %v", err)
-		}
-	})
 	sh := func(t *testing.T, script string) (string, int) {
 		t.Helper()
 		var out bytes.Buffer
@@ -136,6 +128,7 @@ grep '^oom_kill ' /sys/fs/cgroup/small/memory.events; rmdir /sys/fs/cgroup/small
 			return ""
 		})
 	})
+	t.Run("its driver is killed", d.killed)
 }
 
 func checkFiles(ctx context.Context, t *testing.T, l *Lab) {
@@ -170,56 +163,87 @@ func checkFiles(ctx context.Context, t *testing.T, l *Lab) {
 	}
 }
 
-// TestDriverKilled kills the process that keeps a lab, while it boots and when it is up, and looks for what is left.
+// TestDriverKilled kills the process that keeps a lab while it boots, and looks for what is left.
 func TestDriverKilled(t *testing.T) {
+	startDriver(t).killed(t)
+}
+
+// driver is a process that keeps a lab.
+type driver struct {
+	cache    string
+	cmd      *exec.Cmd
+	out      *bufio.Reader
+	said     bytes.Buffer // to stderr
+	monitors []int
+	before   []string // files of the cache
+}
+
+// startDriver starts one and returns when it has started QEMU. Its lab is not the one that others use: it has a name of its own for the cache.
+func startDriver(t *testing.T) *driver {
+	t.Helper()
 	cache := cacheOf(t)
 	if err := available(Options{MemMiB: DefaultMemMiB}); err != nil {
 		t.Skip(err)
 	}
-	before := files(t, cache)
-	for _, moment := range []string{"booting", "up"} {
-		t.Run(moment, func(t *testing.T) {
-			cmd := exec.Command("/proc/self/exe")
-			cmd.Env = append(os.Environ(), driverEnv+"="+cache)
-			out, err := cmd.StdoutPipe()
-			if err != nil {
-				t.Fatal(err)
+	d := &driver{cache: filepath.Join(t.TempDir(), "cache"), before: files(t, cache)}
+	if err := os.Symlink(cache, d.cache); err != nil {
+		t.Fatal(err)
+	}
+	d.cmd = exec.Command("/proc/self/exe")
+	d.cmd.Env = append(os.Environ(), driverEnv+"="+d.cache)
+	d.cmd.Stderr = &d.said
+	out, err := d.cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := d.cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	d.out = bufio.NewReader(out)
+	t.Cleanup(func() {
+		_ = d.cmd.Process.Kill() // it may have ended
+		_ = d.cmd.Wait()
+	})
+	// The first time, the lab is built before.
+	within(t, 20*time.Minute, func() string {
+		if d.monitors = childrenOf(d.cmd.Process.Pid); len(d.monitors) == 0 {
+			return "the driver starts no QEMU"
+		}
+		return ""
+	})
+	return d
+}
+
+// awaitLab returns when the lab runs commands.
+func (d *driver) awaitLab(t *testing.T) {
+	t.Helper()
+	if line, err := d.out.ReadString('\n'); err != nil || line != "running\n" {
+		_ = d.cmd.Wait()
+		t.Fatalf("the lab did not come up: %v %q\n%s", err, line, d.said.String())
+	}
+	d.monitors = childrenOf(d.cmd.Process.Pid)
+}
+
+// killed kills the driver and looks for what is left.
+func (d *driver) killed(t *testing.T) {
+	t.Helper()
+	_ = d.cmd.Process.Signal(unix.SIGKILL)
+	_ = d.cmd.Wait()
+	eventually(t, func() string {
+		for _, pid := range d.monitors {
+			if _, err := os.Stat(fmt.Sprintf("/proc/%d", pid)); err == nil {
+				return fmt.Sprintf("process %d is left", pid)
 			}
-			if err := cmd.Start(); err != nil {
-				t.Fatal(err)
-			}
-			var monitors []int
-			eventually(t, func() string {
-				if monitors = childrenOf(cmd.Process.Pid); len(monitors) == 0 {
-					return "the driver starts no QEMU"
-				}
-				return ""
-			})
-			if moment == "up" {
-				line := make([]byte, 8)
-				if _, err := out.Read(line); err != nil {
-					t.Errorf("the lab did not come up: %v", err)
-				}
-			}
-			_ = cmd.Process.Signal(unix.SIGKILL)
-			_ = cmd.Wait()
-			eventually(t, func() string {
-				for _, pid := range monitors {
-					if _, err := os.Stat(fmt.Sprintf("/proc/%d", pid)); err == nil {
-						return fmt.Sprintf("process %d is left", pid)
-					}
-				}
-				return ""
-			})
-			if diff := cmp.Diff(before, files(t, cache)); diff != "" && len(before) > 0 {
-				t.Errorf("files of the cache (-before +after):\n%s", diff)
-			}
-			l := &Lab{socket: address(filepath.Join(cache, "lab"))}
-			if c, err := l.dial(t.Context()); err == nil {
-				c.Close()
-				t.Error("the lab's address is still in use")
-			}
-		})
+		}
+		return ""
+	})
+	if diff := cmp.Diff(d.before, files(t, d.cache)); diff != "" && len(d.before) > 0 {
+		t.Errorf("files of the cache (-before +after):\n%s", diff)
+	}
+	l := &Lab{socket: address(filepath.Join(d.cache, "lab"))}
+	if c, err := l.dial(t.Context()); err == nil {
+		c.Close()
+		t.Error("the lab's address is still in use")
 	}
 }
 
@@ -229,6 +253,9 @@ func files(t *testing.T, cache string) []string {
 	found, err := filepath.Glob(filepath.Join(cache, "lab", "*"))
 	if err != nil {
 		t.Fatal(err)
+	}
+	for i := range found {
+		found[i] = filepath.Base(found[i])
 	}
 	return found
 }
@@ -252,7 +279,12 @@ func childrenOf(parent int) (found []int) {
 
 func eventually(t *testing.T, check func() string) {
 	t.Helper()
-	deadline := time.Now().Add(20 * time.Second)
+	within(t, 20*time.Second, check)
+}
+
+func within(t *testing.T, limit time.Duration, check func() string) {
+	t.Helper()
+	deadline := time.Now().Add(limit)
 	for {
 		problem := check()
 		if problem == "" {
