@@ -23,7 +23,7 @@ all: build
 
 .PHONY: help
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
 
 .PHONY: deps
 deps: ## install what is missing from Debian's packages
@@ -39,8 +39,17 @@ build: agent ## build bin/forkd
 	@timeout -k 10 600 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o bin/forkd ./cmd/forkd
 
 .PHONY: test
-test: deps build ## install what is missing, then run all tests, those with real virtual machines too
+test: deps build lab-tool ## install what is missing, then run all tests, those with real virtual machines too
 	@scripts/test.sh
+
+# The complete set in the lab, where this host has no KVM that works or no cgroup v2. It takes long in the lab.
+.PHONY: test-lab
+test-lab: deps build lab-tool ## run all tests that need KVM, cgroup v2 or systemd, with each engine (FORKD_FIRECRACKER=FILE)
+	@bin/lab --limit 6h suite | $(GO) run ./scripts/testsum
+
+.PHONY: test-firecracker
+test-firecracker: deps build lab-tool ## the same with Firecracker alone, which has to be at hand (FORKD_FIRECRACKER=FILE)
+	@bin/lab --limit 4h suite --engine firecracker --require | $(GO) run ./scripts/testsum
 
 .PHONY: lab-tool
 lab-tool: agent

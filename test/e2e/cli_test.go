@@ -24,7 +24,7 @@ func TestCommandLine(t *testing.T) {
 	wantWords(t, "image build of what is there", d.must("image", "build", pythonImage, "--packages", "python3,python3-numpy"), pythonImage)
 	wantWords(t, "snapshot", d.must("snapshot", "--tag", "mine", "--image", bareImage, "--mem-mib", "128", "--warm-up", "echo warm >/root/warm",
 		"--env", "FROM=snapshot", "--probe", "true"), "mine", "bare", "ready")
-	wantWords(t, "images", d.must("images"), "mine", pyTag, "ready", accel())
+	wantWords(t, "images", d.must("images"), "mine", pyTag, "ready", underTest().String())
 	wantWords(t, "snapshot-info", d.must("snapshot-info", "mine"), "128 MiB, 1 vCPU", "ready")
 	wantWords(t, "snapshot-verify", d.must("snapshot-verify", "mine", pyTag), "mine", pyTag)
 

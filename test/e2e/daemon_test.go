@@ -188,7 +188,7 @@ func (d *daemon) limited() (context.Context, context.CancelFunc) {
 }
 
 // tidyLimit is how long what ends in the background may take.
-const tidyLimit = time.Minute
+var tidyLimit = patient(time.Minute)
 
 // checkTidy compares what the daemon says with what is there: processes, directories, half-made things.
 func (d *daemon) checkTidy() {

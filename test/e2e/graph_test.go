@@ -63,7 +63,7 @@ const (
 func TestSnapshotGraph(t *testing.T) {
 	t.Parallel()
 	seed := uint64(number(t, "FORKD_TREE_SEED", int(time.Now().UnixNano()%1e9)+1))
-	depth := number(t, "FORKD_TREE_DEPTH", 5)
+	depth := number(t, "FORKD_TREE_DEPTH", few(5, 3))
 	t.Logf("FORKD_TREE_SEED=%d", seed)
 	g := &graph{t: t, d: ownDaemon(t, setup{}), dice: rand.New(rand.NewPCG(seed, 0)), nodes: map[string]*node{}, boxes: map[string]*member{}}
 	defer func() {

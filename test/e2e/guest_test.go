@@ -15,7 +15,7 @@ import (
 )
 
 // guestLimit is the timeout of commands and code in guests that are to succeed.
-const guestLimit = 3 * time.Minute
+var guestLimit = patient(3 * time.Minute)
 
 // guest is a sandbox in the hands of a test. Methods that begin with try return their error, for use beside the test's goroutine; the
 // others end the test.

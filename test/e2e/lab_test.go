@@ -15,7 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/forkd/forkd/client"
-	"github.com/forkd/forkd/internal/vmm/qemu"
+	"github.com/forkd/forkd/test/e2e/bareroot"
 )
 
 // What the seed has.
@@ -54,20 +54,6 @@ type lab struct {
 	count   int // of daemons, for their names
 	shared  *process
 	running []*process
-}
-
-// Settings from the environment, for hosts where KVM works and for the KVM lab (test/lab).
-const (
-	accelEnv  = "FORKD_E2E_ACCEL"  // what machines run on; default TCG
-	imagesEnv = "FORKD_E2E_IMAGES" // a directory of images, as a daemon keeps them, to take instead of building some: there may be no network
-)
-
-// accel is what machines run on.
-func accel() string {
-	if a := os.Getenv(accelEnv); a != "" {
-		return a
-	}
-	return qemu.AccelTCG
 }
 
 // openLab returns the lab, or skips or fails the test.
@@ -274,12 +260,12 @@ func (l *lab) makeSeed() (data string, err error) {
 	if err != nil {
 		return "", err
 	}
-	tree := filepath.Join(p.data, "bare-root")
-	if err := makeBareRoot(tree); err != nil {
-		return "", fmt.Errorf("root of the bare image: %w", err)
-	}
-	ready := os.Getenv(imagesEnv)
-	if ready != "" {
+	tree, ready := filepath.Join(p.data, "bare-root"), os.Getenv(imagesEnv)
+	if ready == "" {
+		if err := bareroot.Make(tree); err != nil {
+			return "", fmt.Errorf("root of the bare image: %w", err)
+		}
+	} else {
 		if err := linkTree(filepath.Join(p.data, "images"), ready); err != nil {
 			return "", fmt.Errorf("images that are ready: %w", err)
 		}

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/forkd/forkd/api"
 	"github.com/forkd/forkd/client"
 )
 
@@ -29,9 +30,9 @@ func TestMainPath(t *testing.T) {
 	wantWords(t, "image ls", d.must("image", "ls"), pythonImage)
 	d.must("snapshot", "--tag", "main", "--image", pythonImage, "--mem-mib", fmt.Sprint(memMiB), "--warm-up", "echo warm >/root/warm",
 		"--warm-up-eval", "import numpy; base = 40", "-q")
-	wantWords(t, "images", d.must("images"), "main", "ready", accel())
+	wantWords(t, "images", d.must("images"), "main", "ready", underTest().String())
 
-	const n = 20
+	n := few(20, 6)
 	ids := strings.Fields(d.must("fork", "--tag", "main", "-n", fmt.Sprint(n), "-q"))
 	if len(ids) != n {
 		t.Fatalf("fork -n %d -q printed %d ids: %v", n, len(ids), ids)
@@ -81,6 +82,11 @@ func (d *daemon) checkSiblings(ids []string) {
 	d.t.Helper()
 	seen := map[string]string{}
 	for _, id := range ids {
+		var info client.Sandbox
+		d.mustJSON(&info, "get", id)
+		if os.Geteuid() == 0 && info.Confinement != api.SandboxInfoConfinementFull {
+			d.t.Errorf("the monitor of %s is confined %q, want fully", id, info.Confinement)
+		}
 		if got := d.must("exec", id, "--", "sh", "-c", "hostname >/root/mine; cat /root/warm /root/mine"); got != "warm\n"+id {
 			d.t.Errorf("exec in %s: got %q, want its own name", id, got)
 		}

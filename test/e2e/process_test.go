@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -18,10 +19,10 @@ import (
 )
 
 // Generous limits: they end what hangs, on a machine that is busy with other things.
-const (
-	startLimit = 2 * time.Minute
-	stopLimit  = 2 * time.Minute
-	callLimit  = 5 * time.Minute // of a request with guests in it
+var (
+	startLimit = patient(2 * time.Minute)
+	stopLimit  = patient(2 * time.Minute)
+	callLimit  = patient(5 * time.Minute) // of a request with guests in it
 )
 
 // process is a daemon: its directories, and its process while it runs.
@@ -61,7 +62,7 @@ func (p *process) start(args, env []string) error {
 		return err
 	}
 	defer log.Close()
-	cmd := exec.Command(p.lab.bin, append(append([]string{"serve"}, p.where()...), append([]string{"--listen", "", "--accel", accel()}, args...)...)...)
+	cmd := exec.Command(p.lab.bin, slices.Concat([]string{"serve", "--listen", ""}, p.where(), underTest().flags(), args)...)
 	if p.netns != "" {
 		cmd = exec.Command("nsenter", append([]string{"--net=" + p.netns, "--"}, cmd.Args...)...)
 	}

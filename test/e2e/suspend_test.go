@@ -202,7 +202,7 @@ func (d *daemon) checkSuspended(guests []*guest) {
 func TestSuspended(t *testing.T) {
 	t.Parallel()
 	d := ownDaemon(t, setup{})
-	n := number(t, "FORKD_SUSPENDED", 6)
+	n := number(t, "FORKD_SUSPENDED", few(6, 2))
 	guests := []*guest{d.fork1(suspendable(0))}
 	shared := d.footprint() // the snapshot itself stays in memory, for others
 	for i := 1; i < n; i++ {

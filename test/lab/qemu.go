@@ -23,6 +23,10 @@ const (
 	overheadMiB = 2 << 10 // what it may need besides the guest's memory and that
 )
 
+// slowness is how many seconds pass for one of the lab's. Each tick of the lab's clock interrupts its guests, which have clocks that tick as well:
+// at their true rates the ticks alone would take all the time that the lab gets on a busy host.
+const slowness = 4
+
 // enterQEMU turns this process into QEMU, in a root in memory.
 // Preconditions: it is process 1 of new PID and mount namespaces and has inherited the descriptors fdQEMU and following.
 func enterQEMU(cfg config) error {
@@ -105,7 +109,7 @@ func qemuArgs(cfg config) []string {
 
 func kernelArgs(cfg config) string {
 	return strings.Join([]string{"console=ttyS0", "quiet", "loglevel=4", "reboot=t", "panic=-1",
-		fmt.Sprintf("tsc_early_khz=%d", cfg.TSCkHz), "tsc=reliable", "mitigations=off", "nowatchdog", "audit=0", "apparmor=0", "init_on_alloc=0",
+		fmt.Sprintf("tsc_early_khz=%d", slowness*cfg.TSCkHz), "tsc=reliable", "mitigations=off", "nowatchdog", "audit=0", "apparmor=0", "init_on_alloc=0",
 		fmt.Sprintf("systemd.clock_usec=%d", cfg.Clock), "systemd.show_status=false", "systemd.log_target=console", "systemd.log_level=warning",
 		"systemd.unified_cgroup_hierarchy=1", "kvm.halt_poll_ns=0"}, " ")
 }

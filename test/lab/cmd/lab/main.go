@@ -36,6 +36,7 @@ type cli struct {
 	Run    runCmd    `cmd:"" help:"Run a command in the lab."`
 	Shell  shellCmd  `cmd:"" help:"Open a shell in the lab; meanwhile others can use it too."`
 	GoTest goTestCmd `cmd:"" name:"gotest" help:"Run a package's tests where KVM works: on this host, or else in the lab. Prints what go test -json prints."`
+	Suite  suiteCmd  `cmd:"" help:"Run all tests that need KVM, cgroup v2 or systemd, on this host or in the lab. Prints what go test -json prints."`
 }
 
 // exitCode ends the program with that code and without a message.
