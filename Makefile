@@ -65,6 +65,11 @@ lab: deps build lab-tool ## run a command in a VM with a working KVM (CMD='forkd
 lab-shell: deps build lab-tool ## open a shell in that VM
 	@bin/lab shell --put bin/forkd
 
+.PHONY: lab-guide
+lab-guide: deps build lab-tool ## do what docs/guide/firecracker.md says, in that VM; FORKD_FIRECRACKER names a Firecracker
+	@bin/lab gotest --where lab -e FORKD_GUIDE=1 --put "$${FORKD_FIRECRACKER:?name a Firecracker}:/work/bin/firecracker" ./test/e2e -test.run='^TestFirecrackerGuide$$' \
+		| $(GO) run ./scripts/testsum
+
 .PHONY: demo
 demo: deps build ## fork a warmed Python + numpy machine and print what it cost (ARGS="--json -n 10")
 	@timeout -k 30 3000 bin/forkd demo $(ARGS)
