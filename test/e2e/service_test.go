@@ -2,7 +2,6 @@ package e2e
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"os"
 	"os/exec"
@@ -68,12 +67,7 @@ func TestService(t *testing.T) {
 			return nil
 		})
 		for id := range s.pids {
-			if got := s.forkd("exec", id, "--", "cat", "/root/mine"); got != id {
-				t.Errorf("%s: sandbox %s remembers %q", how, id, got)
-			}
-			if got := s.sandbox(id); got.PID != s.pids[id] || got.State != "running" {
-				t.Errorf("%s: sandbox %s is %s, process %d, and was %d", how, id, got.State, got.PID, s.pids[id])
-			}
+			s.check(how, id)
 		}
 	}
 	if got := s.forkd("fork", "--tag", "served", "-q"); got == "" {
@@ -175,12 +169,41 @@ func (s *service) mainPID() (pid int) {
 	return pid
 }
 
-func (s *service) sandbox(id string) (found client.Sandbox) {
+// connect returns a client of the daemon that runs or is about to.
+func (s *service) connect() *client.Client {
 	s.t.Helper()
-	if err := json.Unmarshal([]byte(s.forkd("--json", "get", id)), &found); err != nil {
-		s.t.Fatalf("forkd get %s: %v", id, err)
+	c, err := client.New(client.Config{URL: serviceSock, Token: "none"})
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	s.t.Cleanup(c.Close)
+	return c
+}
+
+// sandbox is what the daemon knows of one.
+func (s *service) sandbox(id string) client.Sandbox {
+	s.t.Helper()
+	ctx, cancel := context.WithTimeout(s.t.Context(), callLimit)
+	defer cancel()
+	found, err := s.connect().Sandbox(ctx, id)
+	if err != nil {
+		s.t.Fatalf("sandbox %s: %v", id, err)
 	}
 	return found
+}
+
+// check holds that a sandbox is the same machine as before.
+func (s *service) check(how, id string) {
+	s.t.Helper()
+	ctx, cancel := context.WithTimeout(s.t.Context(), callLimit)
+	defer cancel()
+	res, err := s.connect().Exec(ctx, id, client.ExecRequest{Args: []string{"cat", "/root/mine"}, Timeout: guestLimit})
+	if got := strings.TrimSpace(string(res.Stdout)); err != nil || got != id {
+		s.t.Errorf("%s: sandbox %s remembers %q, %v", how, id, got, err)
+	}
+	if got := s.sandbox(id); got.PID != s.pids[id] || got.State != "running" {
+		s.t.Errorf("%s: sandbox %s is %s, process %d, and was %d", how, id, got.State, got.PID, s.pids[id])
+	}
 }
 
 // checkAlive holds that all monitors run.
