@@ -13,7 +13,7 @@ type goTestCmd struct {
 	Env    []string `short:"e" placeholder:"K=V" help:"A variable for the tests."`
 	Args   []string `arg:"" passthrough:"" help:"The package, as ./test/e2e, and flags for its test binary, such as -test.run=X."`
 
-	Firecracker string `env:"FORKD_FIRECRACKER" placeholder:"FILE" help:"The Firecracker binary, for tests with it."`
+	Firecracker string `env:"FORKD_FIRECRACKER" default:"firecracker" placeholder:"FILE" help:"The Firecracker binary, for tests with it."`
 }
 
 // Help says what the tests are told.

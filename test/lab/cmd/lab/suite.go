@@ -19,7 +19,7 @@ type suiteCmd struct {
 	Engine      []string `enum:"qemu-kvm,firecracker" default:"qemu-kvm,firecracker" help:"What runs machines: ${enum}, or both."`
 	Short       bool     `help:"Only what every make test has room for."`
 	Only        string   `name:"run" placeholder:"REGEXP" help:"Only tests that match, as with go test."`
-	Firecracker string   `env:"FORKD_FIRECRACKER" placeholder:"FILE" help:"The Firecracker binary, unmodified, 1.12 or newer."`
+	Firecracker string   `env:"FORKD_FIRECRACKER" default:"firecracker" placeholder:"FILE" help:"The Firecracker binary, unmodified, 1.12 or newer."`
 	Require     bool     `help:"Fail where something can't be had, instead of skipping its tests."`
 }
 
