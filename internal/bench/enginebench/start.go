@@ -54,11 +54,7 @@ func (r *rig) fork(ctx context.Context, f *frozen) (_ vmm.Machine, load, all tim
 		return nil, 0, 0, err
 	}
 	load = time.Since(begin)
-	err = m.Resume(ctx)
-	if err == nil {
-		err = ask(ctx, m, []byte{probeguest.Halt}, probeguest.Halt)
-	}
-	if err != nil {
+	if err := run(ctx, m, probeguest.Halt); err != nil {
 		return nil, 0, 0, errors.Join(err, m.Kill())
 	}
 	return m, load, time.Since(begin), nil
@@ -123,7 +119,7 @@ func (r *rig) claims(ctx context.Context, f *frozen) (_ Start, err error) {
 	var each []time.Duration
 	for _, m := range pool {
 		begin := time.Now()
-		if err := errors.Join(m.Resume(ctx), ask(ctx, m, []byte{probeguest.Halt}, probeguest.Halt)); err != nil {
+		if err := run(ctx, m, probeguest.Halt); err != nil {
 			return s, err
 		}
 		each = append(each, time.Since(begin))
