@@ -16,6 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/forkd/forkd/internal/confine"
 	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/vmm"
 	"github.com/forkd/forkd/internal/vmm/firecracker"
@@ -25,6 +26,8 @@ import (
 // Options say what to measure.
 type Options struct {
 	Binary   string // Firecracker; empty: the one in PATH
+	Confined bool   // each monitor, as a daemon that is root does
+	Jailer   string // Firecracker's, to start each through; empty: none
 	Branches int    // of each size of memory
 	Only     string // "start", "branch" or "share"; empty: everything
 	Progress func(format string, args ...any)
@@ -36,6 +39,7 @@ type Report struct {
 	Version  string   `json:"version"`
 	CPU      string   `json:"cpu"`
 	CPUs     int      `json:"cpus"`
+	Confined string   `json:"confined"` // how monitors were: "no", "by forkd", "by its jailer"
 	Starts   []Start  `json:"starts,omitempty"`
 	Branches []Branch `json:"branches,omitempty"`
 	Share    *Share   `json:"share,omitempty"`
@@ -115,7 +119,9 @@ func Run(ctx context.Context, opt Options) (_ Report, err error) {
 		return Report{}, err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	r := &rig{engine: firecracker.New(firecracker.Options{Binary: opt.Binary, Bare: true, Serial: true}), dir: dir, say: opt.Progress}
+	r := &rig{dir: dir, say: opt.Progress}
+	var confined string
+	r.engine, confined = newEngine(opt)
 	info, err := r.engine.Probe(ctx)
 	if err != nil {
 		return Report{}, err
@@ -124,7 +130,7 @@ func Run(ctx context.Context, opt Options) (_ Report, err error) {
 		r.uffd = f
 		defer f.Close()
 	}
-	report := Report{Engine: info.Engine, Version: info.Version, CPU: info.CPU, CPUs: cpus()}
+	report := Report{Engine: info.Engine, Version: info.Version, CPU: info.CPU, CPUs: cpus(), Confined: confined}
 	for _, part := range []struct {
 		name string
 		run  func(context.Context, Options, *Report) error
@@ -137,6 +143,19 @@ func Run(ctx context.Context, opt Options) (_ Report, err error) {
 		}
 	}
 	return report, nil
+}
+
+// newEngine is the engine to measure, and how it confines monitors.
+func newEngine(opt Options) (*firecracker.Engine, string) {
+	confined := "no"
+	options := firecracker.Options{Binary: opt.Binary, Bare: true, Serial: true, Jailer: opt.Jailer}
+	if opt.Confined || opt.Jailer != "" {
+		options.Users, confined = confine.NewUsers(confine.RangeFor("bench")), "by forkd"
+	}
+	if opt.Jailer != "" {
+		confined = "by its jailer"
+	}
+	return firecracker.New(options), confined
 }
 
 // frozen is a probe guest that waits for a command.
