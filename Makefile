@@ -67,8 +67,7 @@ lab-shell: deps build lab-tool ## open a shell in that VM
 
 .PHONY: lab-guide
 lab-guide: deps build lab-tool ## do what docs/guide/firecracker.md says, in that VM; FORKD_FIRECRACKER names a Firecracker
-	@bin/lab gotest --where lab -e FORKD_GUIDE=1 --put "$${FORKD_FIRECRACKER:?name a Firecracker}:/work/bin/firecracker" ./test/e2e -test.run='^TestFirecrackerGuide$$' \
-		| $(GO) run ./scripts/testsum
+	@bin/lab suite --where lab --engine firecracker --require --run '^TestFirecrackerGuide$$' | $(GO) run ./scripts/testsum
 
 .PHONY: demo
 demo: deps build ## fork a warmed Python + numpy machine and print what it cost (ARGS="--json -n 10")

@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -9,32 +10,24 @@ import (
 	"testing"
 
 	"github.com/forkd/forkd/docs/guide"
-	"github.com/forkd/forkd/internal/vmm/firecracker"
-	"github.com/forkd/forkd/packaging/systemd"
 )
-
-// guideEnv allows TestFirecrackerGuide, which installs forkd on this very host: in the lab nobody minds.
-const guideEnv = "FORKD_GUIDE"
 
 // TestFirecrackerGuide does what "Firecracker on your own KVM host" says, line by line, from a clean root, as somebody does who reads it. There is no
 // internet in the lab: what is downloaded and built with it (Firecracker, forkd, an image) is there already.
 func TestFirecrackerGuide(t *testing.T) {
 	needVM(t)
-	if os.Getenv(guideEnv) == "" {
-		t.Skipf("it installs forkd on this host: `make lab-guide` runs it in the lab, %s=1 here", guideEnv)
+	units, binary := os.Getenv(systemdEnv), os.Getenv("FORKD_FIRECRACKER")
+	if units == "" || binary == "" {
+		t.Skipf("it installs forkd on this host: %s names the directory of the units where that is welcome, as in the lab, and FORKD_FIRECRACKER a Firecracker", systemdEnv)
 	}
-	for _, path := range []string{"/usr/bin/forkd", "/usr/bin/firecracker", "/var/lib/forkd", "/etc/systemd/system/forkd.service"} {
+	for _, path := range []string{serviceBin, serviceData, filepath.Join(unitDir, serviceUnit), "/usr/bin/firecracker"} {
 		if _, err := os.Stat(path); err == nil {
 			t.Fatalf("this root is not clean: it has %s", path)
 		}
+		t.Cleanup(func() { _ = os.RemoveAll(path) })
 	}
 	source := t.TempDir()
-	binary, err := exec.LookPath(firecracker.DefaultBinary)
-	if err != nil {
-		t.Fatal(err)
-	}
-	copies := map[string]string{"firecracker": binary, "bin/forkd": os.Getenv("FORKD_BIN")}
-	for to, from := range copies {
+	for to, from := range map[string]string{"firecracker": binary, "bin/forkd": os.Getenv("FORKD_BIN"), "packaging/systemd/forkd.service": filepath.Join(units, serviceUnit)} {
 		to = filepath.Join(source, to)
 		if err := os.MkdirAll(filepath.Dir(to), 0o755); err != nil {
 			t.Fatal(err)
@@ -43,17 +36,20 @@ func TestFirecrackerGuide(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	unit := filepath.Join(source, "packaging/systemd/forkd.service")
-	if err := os.MkdirAll(filepath.Dir(unit), 0o755); err != nil {
+	// The root of the lab is small.
+	data := filepath.Join(openLab(t).data, "guide")
+	if err := errors.Join(linkTree(filepath.Join(data, "images"), os.Getenv(imagesEnv)), os.MkdirAll(serviceData, 0o755)); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(unit, []byte(systemd.Service), 0o644); err != nil {
-		t.Fatal(err)
+	if out, err := exec.Command("mount", "--bind", data, serviceData).CombinedOutput(); err != nil {
+		t.Fatalf("mount %s: %v: %s", data, err, out)
 	}
-	if err := linkTree("/var/lib/forkd/images", os.Getenv(imagesEnv)); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = exec.Command("systemctl", "stop", "forkd").Run() })
+	t.Cleanup(func() {
+		_ = exec.Command("systemctl", "stop", serviceUnit).Run()
+		if out, err := exec.Command("umount", serviceData).CombinedOutput(); err != nil {
+			t.Errorf("umount %s: %v: %s", serviceData, err, out)
+		}
+	})
 	out := follow(t, source, guideScript(t))
 	for _, want := range []string{"\nactive\n", "\nLinux ", "\n3\n", "\nkept\n"} {
 		if !strings.Contains(out, want) {

@@ -29,7 +29,7 @@ const (
 	longTests  = `^(TestMainPath|TestConfined|TestLimits|TestSiblingsAreIndividuals|TestBranchesAreOfOneInstant|TestSnapshotGraph|TestSuspended|TestMonitorsKilled|TestDaemonKilled|TestDrain|TestGuestEnds|TestEval|TestExec|TestStateIsTheChildsOwn)$`
 
 	contractTests = `Conformance$`
-	serviceTest   = `^TestService$`
+	serviceTest   = `^(TestService|TestFirecrackerGuide)$`
 )
 
 // jobs are what is run for an engine.
