@@ -182,7 +182,7 @@ func (s *Server) logRequest(r *http.Request, n *note, status int, took time.Dura
 	case r.Method == http.MethodGet:
 		level = slog.LevelDebug // watched by people and monitors, often
 	}
-	attrs := []any{"request_id", n.id, "method", r.Method, "path", r.URL.Path, "status", status, "took", took.Round(time.Microsecond)}
+	attrs := []any{"request_id", n.id, "method", r.Method, "path", loggedPath(r), "status", status, "took", took.Round(time.Microsecond)}
 	if n.err != nil {
 		attrs = append(attrs, "error", n.err)
 	}

@@ -52,6 +52,14 @@ func cutPorts(escaped string) (id, port string, ok bool) {
 	return parts[0], parts[2], true
 }
 
+// loggedPath is the path of a request as logs and the record have it: what follows a guest's port is between the caller and the guest.
+func loggedPath(r *http.Request) string {
+	if id, port, ok := cutPorts(r.URL.EscapedPath()); ok {
+		return shorten("/v1/sandboxes/" + id + "/ports/" + port + "/")
+	}
+	return r.URL.Path
+}
+
 // pathPort is the port in a path.
 func pathPort(r *http.Request) (int, error) {
 	text := r.PathValue("port")

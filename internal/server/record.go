@@ -26,7 +26,7 @@ func (s *Server) record(r *http.Request, n *note, status int, took time.Duration
 	target := cmp.Or(strings.Join(n.targets, " "), n.target)
 	action := n.route
 	if action == "other" { // it was refused before it came to a route
-		action = shorten(r.URL.Path)
+		action = shorten(loggedPath(r))
 	}
 	err := s.Audit.Append(audit.Entry{
 		RequestID: n.id, Principal: n.who.name, Tenant: n.who.tenant, Remote: r.RemoteAddr, Action: shorten(r.Method) + " " + action, Target: target, Params: n.params,
