@@ -9,6 +9,7 @@ import (
 
 	"github.com/google/nftables"
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 
 	"github.com/forkd/forkd/internal/netpolicy"
 )
@@ -51,8 +52,15 @@ func hasUplink(ns *os.File) (bool, error) {
 }
 
 func (s *Slot) takeOver(p netpolicy.Policy) (err error) {
-	if s.number, err = s.net.numberOf(s.ns); err != nil {
+	var addr netip.Addr
+	if s.number, addr, err = s.net.numberOf(s.ns); err != nil {
 		return err
+	}
+	if !s.net.cfg.Range.Contains(addr) {
+		if err := s.net.hideStray(addr); err != nil {
+			return fmt.Errorf("host's rules for %s, which is of another range: %w", addr, err)
+		}
+		s.stray = addr
 	}
 	if err := s.net.own(s.number, true); err != nil {
 		return fmt.Errorf("host's rules: %w", err)
@@ -72,7 +80,9 @@ func (s *Slot) takeOver(p netpolicy.Policy) (err error) {
 	if s.applied, err = newApplied(p, mark); err != nil {
 		return err
 	}
-	if err := s.readLearned(); err != nil {
+	if err := s.readLearned(); errors.Is(err, unix.ENOENT) { // an older daemon's table is not as ours
+		return s.replaceUnknown(p, mark)
+	} else if err != nil {
 		return err
 	}
 	if err := s.net.openHost(s.number, s.applied.named(), s.net.hostAddrs()); err != nil {
@@ -154,13 +164,17 @@ func (s *Slot) replaceUnknown(p netpolicy.Policy, mark uint32) error {
 // readLearned reads which addresses the domains have led to. Which of the names below a wildcard it was is not known any more.
 func (s *Slot) readLearned() error {
 	for _, d := range s.applied.domains {
-		elements, err := s.conn.GetSetElements(s.applied.domainSet(d))
+		held, err := s.conn.GetSetElements(s.applied.heldSet(d))
+		if err != nil {
+			return fmt.Errorf("addresses that %s has led to: %w", d, err)
+		}
+		live, err := s.conn.GetSetElements(s.applied.domainSet(d))
 		if err != nil {
 			return fmt.Errorf("addresses of %s: %w", d, err)
 		}
-		for _, e := range elements {
+		for _, e := range append(held, live...) {
 			if a, ok := netip.AddrFromSlice(e.Key); ok {
-				s.learned.note(d, a, time.Now().Add(e.Expires))
+				s.learned.note(d, a, time.Now().Add(e.Expires)) // of what is held no time is known: it is over
 			}
 		}
 	}

@@ -32,10 +32,11 @@ func (k *answers) note(name string, addr netip.Addr, until time.Time) {
 		k.order = slices.Delete(k.order, i, i+1)
 	}
 	k.order = append(k.order, name)
-	if _, has := known[addr]; !has {
+	was, has := known[addr]
+	if !has {
 		k.count++
 	}
-	if known[addr].Before(until) {
+	if !has || was.Before(until) {
 		known[addr] = until
 	}
 	for k.count > answersKept {

@@ -20,6 +20,7 @@ const (
 	ownSet   = "own"    // this daemon's devices
 	openSet  = "open"   // device and address of the host that a policy names
 	openPort = "openat" // the same, with protocol and port
+	straySet = "strays" // addresses of slots that an earlier daemon made in another range
 )
 
 // maxOpenPorts bounds how many ports of the host a range in a rule may open: each is an element of its own.
@@ -40,6 +41,25 @@ func (n *Network) openAddrs() *nftables.Set {
 func (n *Network) openPorts() *nftables.Set {
 	return &nftables.Set{Table: n.hostTable(), Name: openPort,
 		KeyType: nftables.MustConcatSetType(nftables.TypeIFName, nftables.TypeIPAddr, nftables.TypeInetProto, nftables.TypeInetService)}
+}
+
+func (n *Network) strays() *nftables.Set {
+	return &nftables.Set{Table: n.hostTable(), Name: straySet, KeyType: nftables.TypeIPAddr}
+}
+
+// hideStray hides a slot of another range behind the host, as those of the daemon's own are.
+func (n *Network) hideStray(addr netip.Addr) error {
+	n.hostMu.Lock()
+	defer n.hostMu.Unlock()
+	return errors.Join(n.conn.SetAddElements(n.strays(), addrElements([]netip.Addr{addr})), n.conn.Flush())
+}
+
+func (n *Network) dropStray(addr netip.Addr) {
+	n.hostMu.Lock()
+	defer n.hostMu.Unlock()
+	if err := errors.Join(n.conn.SetDeleteElements(n.strays(), addrElements([]netip.Addr{addr})), n.conn.Flush()); err != nil {
+		n.log.Warn("an address of another range stays in the host's rules", "address", addr, "error", err)
+	}
 }
 
 // makeHostTable makes the host's rules anew: slots reach what is beyond the host, not the host itself and not each other, and nobody reaches them.
@@ -64,7 +84,7 @@ func (n *Network) makeHostTable() error {
 		n.stale = append(n.stale, nftables.SetElement{Key: e.Key})
 	}
 	r.note(n.conn.AddSet(own, n.stale))
-	for _, s := range []*nftables.Set{n.openAddrs(), n.openPorts()} {
+	for _, s := range []*nftables.Set{n.openAddrs(), n.openPorts(), n.strays()} {
 		r.note(n.conn.AddSet(s, nil))
 	}
 	accepting := nftables.ChainPolicyAccept
@@ -83,6 +103,7 @@ func (n *Network) makeHostTable() error {
 
 	hook("nat", nftables.ChainHookPostrouting, nftables.ChainTypeNAT, nftables.ChainPriorityNATSource)
 	r.rule(t, "nat", saddr(n.cfg.Range), notOifLike(hostPrefix), exprs{&expr.Masq{}})
+	r.rule(t, "nat", side{addr: saddrOffset}.in(n.strays()), notOifLike(hostPrefix), exprs{&expr.Masq{}})
 	return r.flush()
 }
 

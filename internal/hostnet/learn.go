@@ -59,6 +59,9 @@ func (s *Slot) learn(name string, addrs []netip.Addr, ttl time.Duration) error {
 			if err := s.learnOne(s.applied.domainSet(d), a, until); err != nil {
 				return err
 			}
+			if err := s.hold(s.applied.heldSet(d), a); err != nil {
+				return err
+			}
 		}
 		s.learned.note(name, a, until)
 	}
@@ -73,4 +76,12 @@ func (s *Slot) learnOne(set *nftables.Set, addr netip.Addr, until time.Time) err
 		err = errors.Join(s.conn.SetAddElements(set, element), s.conn.Flush())
 	}
 	return err
+}
+
+// hold has the kernel remember, for a daemon that takes over, what a domain has led to, as long as there is room.
+func (s *Slot) hold(set *nftables.Set, addr netip.Addr) error {
+	if s.learned.count >= answersKept {
+		return nil
+	}
+	return errors.Join(s.conn.SetAddElements(set, []nftables.SetElement{{Key: addr.AsSlice()}}), s.conn.Flush())
 }

@@ -186,27 +186,26 @@ func (n *Network) unplug(number int) {
 	_ = n.own(number, false)
 }
 
-// numberOf finds a slot's number by the address of its uplink.
-func (n *Network) numberOf(ns *os.File) (int, error) {
+// numberOf finds a slot's number by the address of its uplink, which may be of another range: that of an earlier daemon.
+func (n *Network) numberOf(ns *os.File) (int, netip.Addr, error) {
 	h, err := inside(ns)
 	if err != nil {
-		return 0, err
+		return 0, netip.Addr{}, err
 	}
 	defer h.Close()
 	up, err := h.LinkByName(uplinkName)
 	if err != nil {
-		return 0, fmt.Errorf("uplink: %w", err)
+		return 0, netip.Addr{}, fmt.Errorf("uplink: %w", err)
 	}
 	addrs, err := h.AddrList(up, unix.AF_INET)
 	if err != nil {
-		return 0, fmt.Errorf("address of the uplink: %w", err)
+		return 0, netip.Addr{}, fmt.Errorf("address of the uplink: %w", err)
 	}
 	for _, a := range addrs {
-		addr, ok := netip.AddrFromSlice(a.IP.To4())
-		if ok && n.cfg.Range.Contains(addr) {
+		if addr, ok := netip.AddrFromSlice(a.IP.To4()); ok {
 			b := addr.As4()
-			return int(b[2])<<8 | int(b[3]), nil
+			return int(b[2])<<8 | int(b[3]), addr, nil
 		}
 	}
-	return 0, fmt.Errorf("the uplink has no address in %s: was the daemon started with another --network-range?", n.cfg.Range)
+	return 0, netip.Addr{}, errors.New("the uplink has no address")
 }

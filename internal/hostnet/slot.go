@@ -20,6 +20,7 @@ import (
 type Slot struct {
 	net    *Network
 	number int
+	stray  netip.Addr // its own address, if that is of another daemon's range
 	ns     *os.File
 	tap    *os.File // nil once the monitor has it, or when an earlier daemon gave it away; engines may close it
 
@@ -193,6 +194,9 @@ func (s *Slot) destroy() {
 	s.let()
 	if s.number != 0 {
 		s.net.unplug(s.number)
+	}
+	if s.stray.IsValid() {
+		s.net.dropStray(s.stray)
 	}
 }
 

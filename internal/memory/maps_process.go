@@ -1,7 +1,6 @@
 package memory
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"os"
@@ -12,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/forkd/forkd/internal/procstat"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -87,18 +87,10 @@ func inodeOfInfo(fi os.FileInfo) inode {
 	return inode{unix.Major(st.Dev), unix.Minor(st.Dev), st.Ino}
 }
 
-// startTicks is field 22 of /proc/PID/stat.
+// startTicks is when a process started.
 func startTicks(pid int) (uint64, error) {
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		return 0, err
-	}
-	i := bytes.LastIndexByte(b, ')') // the name before it may hold anything
-	fields := strings.Fields(string(b[i+1:]))
-	if i < 0 || len(fields) < 20 {
-		return 0, fmt.Errorf("/proc/%d/stat: unexpected form", pid)
-	}
-	return strconv.ParseUint(fields[19], 10, 64)
+	s, err := procstat.ReadStat(pid)
+	return s.StartTicks, err
 }
 
 // thread finds the thread that may be stopped: the only one of that name, or the main thread when the name is empty.

@@ -1,15 +1,15 @@
 package memory
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/internal/procstat"
 )
 
 // A thread that we trace stops in one of three ways.
@@ -88,12 +88,8 @@ var errThreadEnded = errors.New("the thread has ended")
 
 // ended reports whether the thread has ended. Traced, it stays a zombie until we let go of it, and its process with it.
 func (r *remote) ended() bool {
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%d/stat", r.proc.PID, r.tid))
-	if err != nil {
-		return true
-	}
-	_, state, _ := bytes.Cut(b[bytes.LastIndexByte(b, ')'):], []byte(" "))
-	return len(state) == 0 || state[0] == 'Z' || state[0] == 'X'
+	s, err := procstat.ReadThread(r.proc.PID, r.tid)
+	return err != nil || s.Ended()
 }
 
 // look says how the thread is stopped, or ESRCH.

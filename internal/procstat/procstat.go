@@ -1,6 +1,6 @@
-// Package procstat reads what the kernel counts of a process that runs a machine: processor time and disk.
+// Package procstat reads what the kernel says of a process that runs a machine: its state and start, processor time and disk.
 //
-// It is for figures that people and monitors look at. Guest memory is internal/memory's, which knows what is shared, and traffic
+// It is the one place that takes /proc/PID/stat apart, but for the guest's agent, which has no package of the host's. Guest memory is internal/memory's, which knows what is shared, and traffic
 // internal/hostnet's; limits are set elsewhere.
 package procstat
 
@@ -27,10 +27,11 @@ const tick = time.Second / 100
 // Read reads the figures of a process. The error wraps fs.ErrNotExist when it is gone.
 func Read(pid int) (Usage, error) {
 	var u Usage
-	var err error
-	if u.CPU, err = cpu(pid); err != nil {
+	stat, err := ReadStat(pid)
+	if err != nil {
 		return Usage{}, gone(pid, err)
 	}
+	u.CPU = stat.CPU
 	if u.ReadBytes, u.WrittenBytes, err = disk(pid); err != nil && !errors.Is(err, fs.ErrPermission) {
 		return Usage{}, gone(pid, err)
 	}
@@ -43,23 +44,52 @@ func file(pid int, name string) ([]byte, error) {
 	return os.ReadFile(fmt.Sprintf("/proc/%d/%s", pid, name))
 }
 
-// cpu is the 14th and 15th field of stat; the second, the name, may have anything in it.
-func cpu(pid int) (time.Duration, error) {
-	data, err := file(pid, "stat")
+// Stat is what the kernel says of a process or thread in one line (proc(5)).
+type Stat struct {
+	State      byte // as in ps: 'R', 'S', 'Z', …
+	Parent     int
+	CPU        time.Duration // user and system time
+	StartTicks uint64        // when it started, in clock ticks since boot: with its id, one process for all time since then
+}
+
+// Ended says whether it has ended, and only was not reaped yet.
+func (s Stat) Ended() bool { return s.State == 'Z' || s.State == 'X' }
+
+// ReadStat reads a process's line. The error wraps fs.ErrNotExist when it is gone.
+func ReadStat(pid int) (Stat, error) { return readStat(fmt.Sprintf("/proc/%d/stat", pid)) }
+
+// ReadThread reads the line of one thread.
+func ReadThread(pid, tid int) (Stat, error) {
+	return readStat(fmt.Sprintf("/proc/%d/task/%d/stat", pid, tid))
+}
+
+func readStat(path string) (Stat, error) {
+	data, err := os.ReadFile(path)
 	if err != nil {
-		return 0, err
+		return Stat{}, err
 	}
-	_, rest, ok := bytes.Cut(data[max(0, bytes.LastIndexByte(data, ')')):], []byte(") "))
-	fields := strings.Fields(string(rest))
-	if !ok || len(fields) < 13 {
-		return 0, fmt.Errorf("stat is %.100q", data)
-	}
-	user, err := strconv.ParseInt(fields[11], 10, 64)
+	s, err := parseStat(data)
 	if err != nil {
-		return 0, err
+		return Stat{}, fmt.Errorf("%s is %.100q: %w", path, data, err)
 	}
-	system, err := strconv.ParseInt(fields[12], 10, 64)
-	return time.Duration(user+system) * tick, err
+	return s, nil
+}
+
+// parseStat takes a line apart. Its second field is the name in parentheses, which may have anything in it.
+func parseStat(data []byte) (s Stat, err error) {
+	i := bytes.LastIndexByte(data, ')')
+	fields := strings.Fields(string(data[i+1:])) // from the third on
+	if i < 0 || len(fields) < 20 {
+		return s, errors.New("unexpected form")
+	}
+	number := func(at int) uint64 {
+		n, failed := strconv.ParseUint(fields[at-3], 10, 64)
+		err = errors.Join(err, failed)
+		return n
+	}
+	s.State, s.Parent = fields[0][0], int(number(4))
+	s.CPU, s.StartTicks = time.Duration(number(14)+number(15))*tick, number(22)
+	return s, err
 }
 
 func disk(pid int) (read, written int64, err error) {

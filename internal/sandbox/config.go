@@ -67,6 +67,7 @@ type Limits struct {
 	GuestPrivate    int64 // bytes a child is expected to make private of its guest memory; default 16 MiB
 
 	DefaultMemMiB int // of a parent; default 512
+	MinMemMiB     int // of a parent; default 16
 	MaxMemMiB     int // of a parent; default 32768
 	MaxVCPUs      int // of a parent; default 8
 	MaxPoolSize   int // default 1000
@@ -99,6 +100,7 @@ func (l Limits) withDefaults() Limits {
 	l.MonitorOverhead = cmp.Or(l.MonitorOverhead, 24<<20)
 	l.GuestPrivate = cmp.Or(l.GuestPrivate, 16<<20)
 	l.DefaultMemMiB = cmp.Or(l.DefaultMemMiB, 512)
+	l.MinMemMiB = cmp.Or(l.MinMemMiB, 16)
 	l.MaxMemMiB = cmp.Or(l.MaxMemMiB, 32<<10)
 	l.MaxVCPUs = cmp.Or(l.MaxVCPUs, 8)
 	l.MaxPoolSize = cmp.Or(l.MaxPoolSize, 1000)

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/forkd/forkd/internal/failpoint"
+	"github.com/forkd/forkd/internal/netpolicy"
 )
 
 // The test binary runs as a daemon when these are set. Their names must not begin with FORKD_: machines are found by such variables.
@@ -116,6 +117,14 @@ func scenarios() map[string]func(context.Context, *daemon) error {
 				return err
 			}
 			_, err = d.Resume(ctx, all[0].ID)
+			return err
+		},
+		"network": func(ctx context.Context, d *daemon) error {
+			all, err := d.Sandboxes(ctx)
+			if err != nil {
+				return err
+			}
+			_, err = d.SetNetwork(ctx, all[0].ID, netpolicy.Policy{})
 			return err
 		},
 		"delete": func(ctx context.Context, d *daemon) error {

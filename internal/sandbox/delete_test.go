@@ -124,6 +124,46 @@ func TestDamagedSnapshot(t *testing.T) {
 	}
 }
 
+// TestDamageIsRemembered restarts the daemon after it found a snapshot damaged: it need not find out again, until somebody has it verified.
+func TestDamageIsRemembered(t *testing.T) {
+	w := newWorld(t)
+	d := w.start(t, options{})
+	s := d.snapshot(t, "py", nil)
+	d.stop(t)
+	name := filepath.Join(s.Dir, "memory")
+	whole, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	spoil(t, s.Dir, "flip")
+	d = w.start(t, options{})
+	checkCode(t, "VerifySnapshot", d.VerifySnapshot(t.Context(), "py"), CodeSnapshotCorrupt)
+	d.stop(t)
+	d = w.start(t, options{})
+	got, err := d.Snapshot(t.Context(), "py")
+	if err != nil || got.Status != StatusFailed || got.Warning == "" || got.Bootable {
+		t.Errorf("after a restart: got status %s, warning %q, bootable %v, %v, want it failed", got.Status, got.Warning, got.Bootable, err)
+	}
+	_, err = d.Fork(t.Context(), ForkRequest{Tag: "py", N: 1})
+	checkCode(t, "Fork", err, CodeSnapshotCorrupt)
+	checkCode(t, "VerifySnapshot", d.VerifySnapshot(t.Context(), "py"), CodeSnapshotCorrupt)
+	if err := os.WriteFile(name, whole, 0o600); err != nil { // somebody has a copy
+		t.Fatal(err)
+	}
+	if err := d.VerifySnapshot(t.Context(), "py"); err != nil {
+		t.Errorf("VerifySnapshot of a repaired one: %v", err)
+	}
+	d.fork(t, "py", 1, nil)
+	if _, err := d.SetPool(t.Context(), "py", 1); err != nil {
+		t.Errorf("SetPool of a repaired one: %v", err)
+	}
+	d.stop(t)
+	d = w.start(t, options{})
+	if got, err := d.Snapshot(t.Context(), "py"); err != nil || got.Status != StatusReady || got.Warning != "" {
+		t.Errorf("repaired, after a restart: %+v, %v", got, err)
+	}
+}
+
 func spoil(t *testing.T, dir, damage string) {
 	t.Helper()
 	name := filepath.Join(dir, "memory")

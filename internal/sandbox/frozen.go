@@ -33,6 +33,7 @@ type frozen struct {
 	kept     bool // it has a record and is listed; else it lives as long as machines of it do
 	status   Status
 	warning  string
+	damaged  bool // its data turned out to be; the record says so too
 	deleting bool
 	forks    int // requests in flight that may start machines of it
 	bootWarm time.Duration
@@ -245,12 +246,45 @@ func condemnedLocked(f *frozen) *frozen {
 // onDisk says whether a snapshot is complete and everybody's. Preconditions: Manager.mu is held.
 func (f *frozen) onDisk() bool { return f.kept && f.status == StatusReady && f.owner == "" }
 
-// noteCorrupt makes a snapshot whose data turned out to be damaged show as such.
+// noteCorrupt makes a snapshot whose data turned out to be damaged show as such, for later daemons too.
 func (m *Manager) noteCorrupt(f *frozen, err error) {
 	if !errors.Is(err, snapshot.ErrCorrupt) {
 		return
 	}
 	m.mu.Lock()
+	f.status, f.warning, f.damaged = StatusFailed, err.Error(), true
+	m.mu.Unlock()
+	m.warn(m.db.SetDamage(context.Background(), f.id, err.Error()), "record that a snapshot is damaged", f.name())
+}
+
+// noteSound takes back that a snapshot's data is damaged: whoever repaired it had it verified.
+func (m *Manager) noteSound(ctx context.Context, f *frozen) error {
+	m.mu.Lock()
+	damaged := f.damaged
+	m.mu.Unlock()
+	if !damaged {
+		return nil
+	}
+	if err := m.db.SetDamage(ctx, f.id, ""); err != nil {
+		return err
+	}
+	m.mu.Lock()
 	defer m.mu.Unlock()
-	f.status, f.warning = StatusFailed, err.Error()
+	f.status, f.warning, f.damaged = StatusReady, "", false
+	if f.pool == nil && f.tag != "" {
+		f.pool = m.newPool(f, 0)
+	}
+	return nil
+}
+
+// useToVerify is use for who looks at a snapshot's data: it may be damaged.
+func (m *Manager) useToVerify(ctx context.Context, tag string) (_ *frozen, release func(), err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	f, err := m.readyLocked(ctx, tag)
+	if err != nil {
+		return nil, nil, err
+	}
+	f.forks++
+	return f, func() { m.unuse(f) }, nil
 }

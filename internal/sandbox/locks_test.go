@@ -226,3 +226,25 @@ func TestAddSnapshotLooksUnderTheLock(t *testing.T) {
 		t.Errorf("records: got %+v, %v, want none", recs, err)
 	}
 }
+
+// A machine that the daemon would not make is not taken in.
+func TestAddSnapshotThatDoesNotFit(t *testing.T) {
+	d := newWorld(t).start(t, options{})
+	base := d.snapshot(t, "base", nil)
+	d.makeLayer(t, base.ID, "sntip", "tip")
+	if err := d.db.RemoveSnapshot(t.Context(), "sntip"); err != nil { // as one that was just unpacked
+		t.Fatal(err)
+	}
+	d.limits.MaxMemMiB = 1
+	checkCode(t, "AddSnapshot", d.AddSnapshot(t.Context(), "tip", "sntip"), CodeSnapshotIncompatible)
+	for _, tt := range []struct {
+		mib, vcpus int
+		want       bool
+	}{{0, 1, false}, {3, 1, false}, {16, 1, true}, {32 << 10, 8, true}, {32<<10 + 1, 1, false}, {1e9, 1, false}, {256, 0, false}, {256, 9, false}, {256, 999, false}} {
+		var man snapshot.Manifest
+		man.Shape.MemMiB, man.Shape.VCPUs = tt.mib, tt.vcpus
+		if err := (Limits{}.withDefaults()).fits(man); (err == nil) != tt.want {
+			t.Errorf("%d MiB, %d vCPUs: %v", tt.mib, tt.vcpus, err)
+		}
+	}
+}

@@ -65,6 +65,9 @@ const (
 	pointKillEnded    = "sandbox.kill.ended"    // the process and its directory are gone
 	pointKillRemoved  = "sandbox.kill.removed"  // the record is gone
 
+	pointNetworkRecorded = "sandbox.network.recorded" // the policy is; the kernel holds the one before
+	pointNetworkHeld     = "sandbox.network.held"     // the kernel holds it
+
 	pointDeleteRecorded = "sandbox.delete.recorded" // the snapshot is recorded as going
 	pointDeleteRemoved  = "sandbox.delete.removed"  // its directory is gone
 )
@@ -83,6 +86,7 @@ func Points() []string {
 		pointPoolPrepared, pointPoolLoaded, pointPoolIdentified, pointPoolReady,
 		pointClaimRecorded, pointClaimIdentified, pointClaimRunning,
 		pointKillRecorded, pointKillEnded, pointKillRemoved,
+		pointNetworkRecorded, pointNetworkHeld,
 		pointDeleteRecorded, pointDeleteRemoved,
 	)
 }

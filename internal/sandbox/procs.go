@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/forkd/forkd/internal/procstat"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -185,20 +186,11 @@ func (p machineProcess) kill() error {
 	}
 }
 
-// startTicks is when a process started, in clock ticks since boot: field 22 of /proc/PID/stat (proc(5)). A process that has ended and was
-// not reaped counts as gone.
+// startTicks is when a process started, in clock ticks since boot. A process that has ended and was not reaped counts as gone.
 func startTicks(pid int) (uint64, error) {
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		return 0, err
+	s, err := procstat.ReadStat(pid)
+	if err == nil && s.Ended() {
+		err = os.ErrProcessDone
 	}
-	// The second field is the command in parentheses and may hold anything.
-	fields := strings.Fields(string(b[bytes.LastIndexByte(b, ')')+1:]))
-	if len(fields) < 20 {
-		return 0, fmt.Errorf("/proc/%d/stat: unexpected form", pid)
-	}
-	if fields[0] == "Z" || fields[0] == "X" {
-		return 0, os.ErrProcessDone
-	}
-	return strconv.ParseUint(fields[19], 10, 64)
+	return s.StartTicks, err
 }

@@ -86,6 +86,8 @@ func (m *Manager) recoverSnapshots(ctx context.Context, r *Recovery) (map[*froze
 		f := stored(rec, man)
 		if err != nil {
 			f.status, f.warning = StatusFailed, err.Error()
+		} else if rec.Damage != "" {
+			f.status, f.warning, f.damaged = StatusFailed, rec.Damage, true
 		} else if f.tag != "" {
 			pools[f] = rec.PoolSize
 		}

@@ -116,6 +116,7 @@ func (w *world) open(o options) (*daemon, error) {
 	if o.limits.MemoryBudget == 0 {
 		o.limits.MemoryBudget = 1 << 40
 	}
+	o.limits.MinMemMiB = 1 // fake guests need no more
 	d.Manager, err = New(Config{Engine: d.fake, Images: testImages{w.images()}, Snapshots: snaps, Memory: d.cache, DB: db, RunDir: w.run(),
 		Limits: o.limits, Log: o.log, Events: d.events.add, Failpoints: o.failpoints, KillOnShutdown: o.killAll})
 	if err != nil {

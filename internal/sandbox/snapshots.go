@@ -151,12 +151,14 @@ func (m *Manager) VerifySnapshot(ctx context.Context, tag string) error {
 		return err
 	}
 	defer done()
-	f, release, err := m.use(ctx, tag)
+	f, release, err := m.useToVerify(ctx, tag)
 	if err != nil {
 		return err
 	}
 	defer release()
-	err = m.snapshots.Verify(ctx, f.id)
+	if err = m.snapshots.Verify(ctx, f.id); err == nil {
+		err = m.noteSound(context.WithoutCancel(ctx), f)
+	}
 	m.noteCorrupt(f, err)
 	return fault(err, "verify snapshot %s", tag)
 }

@@ -106,6 +106,9 @@ func (m *Manager) adoptChain(ctx context.Context, tag, id string) error {
 		return newError(CodeSnapshotExists, nil, "delete it first, or choose another tag", "a snapshot with the tag %s exists", tag)
 	}
 	for _, man := range chain {
+		if err := m.limits.fits(man); err != nil {
+			return err
+		}
 		if f := m.byID[man.ID]; f != nil && f.tenant != tenant && (!f.public || man.ID == id) {
 			return newError(CodeSnapshotExists, nil, "make one of your own", "snapshot %s is here already and can't be taken in again", man.ID)
 		}

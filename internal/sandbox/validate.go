@@ -105,6 +105,17 @@ func (r ForkRequest) checkName() error {
 // minAutoSuspend keeps a sandbox from being suspended while its owner thinks.
 const minAutoSuspend = 100 * time.Millisecond
 
+// fits refuses a machine that this daemon would not make: one from a pack may say anything.
+func (l Limits) fits(man snapshot.Manifest) error {
+	switch shape := man.Shape; {
+	case shape.MemMiB < l.MinMemMiB || shape.MemMiB > l.MaxMemMiB:
+		return newError(CodeSnapshotIncompatible, nil, "make it with less or more memory", "snapshot %s has %d MiB of memory: from %d to %d are possible here", man.ID, shape.MemMiB, l.MinMemMiB, l.MaxMemMiB)
+	case shape.VCPUs < 1 || shape.VCPUs > l.MaxVCPUs:
+		return newError(CodeSnapshotIncompatible, nil, "make it with fewer", "snapshot %s has %d vCPUs: from 1 to %d are possible here", man.ID, shape.VCPUs, l.MaxVCPUs)
+	}
+	return nil
+}
+
 func (r SnapshotRequest) check(l Limits) error {
 	if err := checkTag(r.Tag); err != nil {
 		return err
@@ -112,8 +123,8 @@ func (r SnapshotRequest) check(l Limits) error {
 	switch {
 	case r.Image == "":
 		return invalid("`forkd image ls` lists them", "no image is given for snapshot %s", r.Tag)
-	case r.MemMiB < 0 || r.MemMiB > l.MaxMemMiB:
-		return invalid("", "memory of %d MiB: choose up to %d", r.MemMiB, l.MaxMemMiB)
+	case r.MemMiB < 0 || r.MemMiB > l.MaxMemMiB || r.MemMiB > 0 && r.MemMiB < l.MinMemMiB:
+		return invalid("", "memory of %d MiB: choose %d to %d", r.MemMiB, l.MinMemMiB, l.MaxMemMiB)
 	case r.VCPUs < 0 || r.VCPUs > l.MaxVCPUs:
 		return invalid("", "%d vCPUs: choose 1 to %d", r.VCPUs, l.MaxVCPUs)
 	case r.Timeout < 0:

@@ -33,6 +33,7 @@ type Snapshot struct {
 	PoolSize  int
 	Owner     string // the sandbox whose suspended state it is, or ""
 	Network   netpolicy.Policy
+	Damage    string // why its data can't be used, or ""
 	Measured
 }
 
@@ -107,6 +108,11 @@ func (db *DB) SetMeasured(ctx context.Context, id string, m Measured) error {
 		m.Warning, m.Pause.Nanoseconds(), m.Diff.Nanoseconds(), m.DiffPhysical, m.DiffLogical, id)
 }
 
+// SetDamage records why the data of a snapshot can't be used; "": it can.
+func (db *DB) SetDamage(ctx context.Context, id, why string) error {
+	return db.write(ctx, "record damage of snapshot "+id, `UPDATE snapshots SET damage = ? WHERE id = ?`, why, id)
+}
+
 // MarkSnapshotsDeleting records that the snapshots are about to be removed: all of them, or on an error none.
 func (db *DB) MarkSnapshotsDeleting(ctx context.Context, ids ...string) error {
 	return db.tx(ctx, "record removal of snapshots", func(tx *sql.Tx) error {
@@ -138,7 +144,7 @@ func (db *DB) SetPoolSize(ctx context.Context, id string, size int) error {
 func (db *DB) Snapshots(ctx context.Context) ([]Snapshot, error) {
 	rows, err := db.reader.QueryContext(ctx,
 		`SELECT s.id, coalesce(t.tag, ''), s.status, s.image, s.created_ns, s.boot_warm_ns, s.pool_size,
-		  s.owner, s.warning, s.pause_ns, s.diff_ns, s.diff_physical, s.diff_logical, s.tenant, s.public, s.secrets, s.network
+		  s.owner, s.warning, s.pause_ns, s.diff_ns, s.diff_physical, s.diff_logical, s.tenant, s.public, s.secrets, s.network, s.damage
 		 FROM snapshots s LEFT JOIN tags t ON t.snapshot_id = s.id ORDER BY t.tag, s.id`)
 	if err != nil {
 		return nil, fmt.Errorf("list snapshots: %w", classify(err))
@@ -151,7 +157,7 @@ func (db *DB) Snapshots(ctx context.Context) ([]Snapshot, error) {
 		var network string
 		if err := rows.Scan(&s.ID, &s.Tag, &s.Status, &s.Image, &created, &bootWarm, &s.PoolSize,
 			&s.Owner, &s.Warning, &pause, &diff, &s.DiffPhysical, &s.DiffLogical,
-			&s.Tenant, &s.Public, &s.Secrets, &network); err != nil {
+			&s.Tenant, &s.Public, &s.Secrets, &network, &s.Damage); err != nil {
 			return nil, fmt.Errorf("list snapshots: %w", err)
 		}
 		if s.Network, err = decodePolicy(network); err != nil {

@@ -2,10 +2,12 @@ package e2e
 
 import (
 	"fmt"
+	"strings"
 	"testing"
 
 	"github.com/forkd/forkd/api"
 	"github.com/forkd/forkd/client"
+	"github.com/forkd/forkd/internal/failpoint"
 )
 
 // flows is what a guest holds connections with. Each has a thread that listens, so that an end is seen when it comes.
@@ -112,6 +114,45 @@ func TestNetworkChanges(t *testing.T) {
 		t.Error("what is remembered for connections lets new ones through")
 	}
 	isCut("wildcard, changed to names without it", "bad", badAddr)
+	checkOtherRange(n, g, goesOn)
 	g.setNetwork(nothing)
 	isCut("allow, changed to none", "brief", briefAddr)
+
+	// Killed when the policy is recorded and the kernel does not hold it yet: the next daemon sees to it.
+	d.stop()
+	crashing := n.setup()
+	crashing.env = []string{failpoint.Variable + "=sandbox.network.recorded@1=kill"}
+	d.start(crashing)
+	ctx, cancel := d.limited()
+	defer cancel()
+	if _, err := d.client.SetNetwork(ctx, g.ID, open); err == nil {
+		t.Error("a daemon that was killed answered")
+	}
+	<-d.exited
+	d.start(n.setup())
+	if st := g.network(); st.Policy.Mode != open.Mode || g.py(fmt.Sprintf("reach(%q, 8080)", badAddr)) != "True" {
+		t.Errorf("after a crash amid a change to open its policy is %+v, and the kernel holds another", st.Policy)
+	}
+}
+
+// checkOtherRange starts the daemon again with another range for its networks: what runs goes on in the old one.
+func checkOtherRange(n *internet, g *guest, goesOn func(when, place, addr string)) {
+	d := g.d
+	d.t.Helper()
+	d.kill9()
+	d.start(n.setup("--network-range", "10.119.0.0/16"))
+	goesOn("after a restart with another range", "brief", briefAddr)
+	fresh := d.fork1(withNetwork(open))
+	fresh.py(flows)
+	for _, guest := range []*guest{g, fresh} {
+		guest.setNetwork(client.NetworkPolicy{Mode: api.NetworkPolicyModeAllow, Allow: []string{"brief.test", goodAddr}})
+		if got := guest.py(fmt.Sprintf("reach(%q, 8080)", goodAddr)); got != "True" {
+			d.t.Errorf("%v at %s reaches nothing after a restart with another range", guest, slotAddr(guest))
+		}
+	}
+	if old, own := slotAddr(g), slotAddr(fresh); !strings.HasPrefix(old, "10.118.") || !strings.HasPrefix(own, "10.119.") {
+		d.t.Errorf("one that went on is at %s, a new one at %s", old, own)
+	}
+	goesOn("after that and a change", "brief", briefAddr)
+	fresh.kill()
 }

@@ -10,6 +10,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/forkd/forkd/internal/procstat"
 )
 
 // eventually retries check until it returns "", and fails the test with what it said last.
@@ -45,12 +47,7 @@ func pids() []int {
 func children() []int {
 	var list []int
 	for _, pid := range pids() {
-		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-		if err != nil {
-			continue
-		}
-		fields := strings.Fields(string(b[strings.LastIndexByte(string(b), ')')+1:]))
-		if len(fields) > 1 && fields[1] == strconv.Itoa(os.Getpid()) {
+		if s, err := procstat.ReadStat(pid); err == nil && s.Parent == os.Getpid() {
 			list = append(list, pid)
 		}
 	}
@@ -99,9 +96,9 @@ func checkNoProcess(t *testing.T, f *os.File, before []int) {
 }
 
 func describe(pid int) string {
-	state, _, _ := stat(pid)
+	s, _ := procstat.ReadStat(pid)
 	cmdline, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
-	return fmt.Sprintf("state %c, %s", state, strings.ReplaceAll(string(cmdline), "\x00", " "))
+	return fmt.Sprintf("state %c, %s", s.State, strings.ReplaceAll(string(cmdline), "\x00", " "))
 }
 
 // descriptors lists what our open descriptors are.

@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/forkd/forkd/internal/procstat"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -149,11 +150,11 @@ func (hw *hardware) listeners() ([]net.Listener, error) {
 func (hw *hardware) record() error {
 	p := hw.cfg.Process
 	p.PID = os.Getpid()
-	_, ticks, err := stat(p.PID)
+	now, err := procstat.ReadStat(p.PID)
 	if err != nil {
 		return err
 	}
-	p.StartTicks = ticks
+	p.StartTicks = now.StartTicks
 	b, err := json.Marshal(p)
 	if err != nil {
 		return err

@@ -14,6 +14,7 @@ import (
 	"sync/atomic"
 	"syscall"
 
+	"github.com/forkd/forkd/internal/procstat"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -112,7 +113,7 @@ func closeAll(files []*os.File) {
 // watch takes over a process that was just started.
 func (e *Fake) watch(cmd *exec.Cmd, proc vmm.Process) (*monitor, error) {
 	proc.PID = cmd.Process.Pid
-	_, ticks, err := stat(proc.PID)
+	now, err := procstat.ReadStat(proc.PID)
 	var fd *pidfd
 	if err == nil {
 		fd, err = openPidfd(proc.PID)
@@ -120,7 +121,7 @@ func (e *Fake) watch(cmd *exec.Cmd, proc vmm.Process) (*monitor, error) {
 	if err != nil {
 		return nil, errors.Join(err, cmd.Process.Kill(), cmd.Wait(), removeFiles(proc.Dir))
 	}
-	proc.StartTicks = ticks
+	proc.StartTicks = now.StartTicks
 	m := &monitor{engine: e, proc: proc, fd: fd, done: make(chan struct{})}
 	go m.wait(cmd.Wait)
 	return m, nil

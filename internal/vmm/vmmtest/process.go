@@ -1,34 +1,19 @@
 package vmmtest
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"os"
-	"strconv"
 
 	"golang.org/x/sys/unix"
-)
 
-// stat reads a process's state letter and its start time in clock ticks since boot (fields 3 and 22 of /proc/PID/stat, proc(5)).
-func stat(pid int) (state byte, ticks uint64, err error) {
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		return 0, 0, err
-	}
-	// The second field is the command in parentheses and may hold anything, parentheses and spaces included.
-	fields := bytes.Fields(b[bytes.LastIndexByte(b, ')')+1:])
-	if len(fields) < 20 {
-		return 0, 0, fmt.Errorf("read /proc/%d/stat: %d fields after the command, want at least 20", pid, len(fields))
-	}
-	ticks, err = strconv.ParseUint(string(fields[19]), 10, 64)
-	return fields[0][0], ticks, err
-}
+	"github.com/forkd/forkd/internal/procstat"
+)
 
 // alive says whether the very process (pid and start time) lives; a zombie doesn't.
 func alive(pid int, ticks uint64) bool {
-	state, got, err := stat(pid)
-	return err == nil && got == ticks && state != 'Z' && state != 'X'
+	s, err := procstat.ReadStat(pid)
+	return err == nil && s.StartTicks == ticks && !s.Ended()
 }
 
 // pidfd refers to one process for as long as it is open.

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/forkd/forkd/internal/memory"
+	"github.com/forkd/forkd/internal/procstat"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -30,8 +31,8 @@ func (s *suite) testChildren(t *testing.T) {
 		}
 		s.checkRead(t, child, s.template.mark)
 		p := child.Process()
-		if _, ticks, err := stat(p.PID); err != nil || ticks != p.StartTicks || seen[p.PID] {
-			t.Errorf("Process: got pid %d started at tick %d; the kernel says %d (%v); seen before: %v", p.PID, p.StartTicks, ticks, err, seen[p.PID])
+		if now, err := procstat.ReadStat(p.PID); err != nil || now.StartTicks != p.StartTicks || seen[p.PID] {
+			t.Errorf("Process: got pid %d started at tick %d; the kernel says %d (%v); seen before: %v", p.PID, p.StartTicks, now.StartTicks, err, seen[p.PID])
 		}
 		seen[p.PID] = true
 	}

@@ -3,7 +3,6 @@
 package vmproc
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -12,13 +11,13 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"sync"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/forkd/forkd/internal/confine"
+	"github.com/forkd/forkd/internal/procstat"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -181,26 +180,11 @@ func (p *Process) Clean() error {
 
 // startTicks is the start time of a process that lives.
 func startTicks(pid int) (uint64, error) {
-	state, ticks, err := processStat(pid)
-	if err == nil && state == "Z" {
+	s, err := procstat.ReadStat(pid)
+	if err == nil && s.Ended() {
 		err = fmt.Errorf("process %d has ended", pid)
 	}
-	return ticks, err
-}
-
-// processStat reads /proc/PID/stat: the state, and field 22, the start time in clock ticks since boot.
-func processStat(pid int) (state string, ticks uint64, err error) {
-	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
-	if err != nil {
-		return "", 0, err
-	}
-	i := bytes.LastIndexByte(b, ')') // the name before it may hold anything
-	fields := strings.Fields(string(b[i+1:]))
-	if i < 0 || len(fields) < 20 {
-		return "", 0, fmt.Errorf("/proc/%d/stat: unexpected form", pid)
-	}
-	ticks, err = strconv.ParseUint(fields[19], 10, 64)
-	return fields[0], ticks, err
+	return s.StartTicks, err
 }
 
 // CleanDir removes what a machine without a process left in its directory.

@@ -8,6 +8,7 @@ import (
 
 	"github.com/forkd/forkd/internal/confine"
 	"github.com/forkd/forkd/internal/netns"
+	"github.com/forkd/forkd/internal/procstat"
 	"github.com/forkd/forkd/internal/vmm"
 )
 
@@ -45,7 +46,8 @@ func Start(c Command) (*Process, error) {
 	}
 	p.ID = vmm.Process{PID: p.child.Pid, Dir: c.Dir, Confinement: string(c.level())}
 	// Before it is reaped: until then its number is its own, even if it has ended already.
-	_, p.ID.StartTicks, err = processStat(p.ID.PID)
+	born, err := procstat.ReadStat(p.ID.PID)
+	p.ID.StartTicks = born.StartTicks
 	go p.reap(r)
 	if err != nil {
 		p.Kill()
