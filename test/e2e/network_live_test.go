@@ -128,7 +128,7 @@ func TestNetworkChanges(t *testing.T) {
 	if _, err := d.client.SetNetwork(ctx, g.ID, open); err == nil {
 		t.Error("a daemon that was killed answered")
 	}
-	<-d.exited
+	d.awaitDeath()
 	d.start(n.setup())
 	if st := g.network(); st.Policy.Mode != open.Mode || g.py(fmt.Sprintf("reach(%q, 8080)", badAddr)) != "True" {
 		t.Errorf("after a crash amid a change to open its policy is %+v, and the kernel holds another", st.Policy)
