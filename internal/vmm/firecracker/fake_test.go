@@ -31,8 +31,9 @@ import (
 // fakeOrders is what a fake Firecracker is to do.
 type fakeOrders struct {
 	Version string   // what it says to --version; default 1.16.1
-	Fault   string   // at which call, as "PUT /vsock"; "start": before it listens; empty: none
+	Fault   string   // at which call, as "PUT /vsock", or "PATCH /vm Resumed"; "start": before it listens; empty: none
 	Kind    string   // how: one of faultKinds
+	Once    bool     // it fails at the first such call only
 	Lacks   []string // "state-only": it opens the memory's file first
 	Agent   bool     // a guest's agent listens on its vsock
 }
@@ -170,7 +171,18 @@ func (f *fake) connection(conn net.Conn) {
 		if err != nil {
 			return
 		}
-		if f.fault(request.Method+" "+request.URL.Path, conn) {
+		call := request.Method + " " + request.URL.Path
+		var state struct{ State string }
+		if json.Unmarshal(body, &state) == nil && state.State != "" && f.orders.Fault == call+" "+state.State {
+			call = f.orders.Fault
+		}
+		if call == f.orders.Fault && f.orders.Kind == "lost" { // it is carried out, once, and nobody is told
+			f.orders.Fault = ""
+			f.answer(request, body)
+			conn.Close()
+			return
+		}
+		if f.fault(call, conn) {
 			return
 		}
 		status, answer := f.answer(request, body)
@@ -186,6 +198,9 @@ func (f *fake) connection(conn net.Conn) {
 func (f *fake) fault(call string, conn net.Conn) bool {
 	if call != f.orders.Fault {
 		return false
+	}
+	if f.orders.Once {
+		f.orders.Fault = ""
 	}
 	switch f.orders.Kind {
 	case "kill":

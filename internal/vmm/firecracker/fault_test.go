@@ -8,7 +8,6 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -113,8 +112,6 @@ func TestFaults(t *testing.T) {
 		{"PATCH /vm", "pause", true},
 		{"PUT /snapshot/create", "save the device state", true},
 	}
-	causes := map[string]string{"kill": vmm.ErrGone.Error(), "stall": "deadline exceeded", "garbage": "malformed HTTP", "half": "unexpected EOF", "close": "EOF", "refuse": "ordered to refuse"}
-	limits := map[bool]time.Duration{true: time.Second, false: 20 * time.Second}
 	for _, s := range steps {
 		for _, kind := range faultKinds {
 			if s.call == "start" && kind != "kill" && kind != "stall" || s.call == callNetwork && !canHaveTaps() {
@@ -132,7 +129,7 @@ func TestFaults(t *testing.T) {
 				dir := t.TempDir()
 				before := processes(t)
 				h.nic = newNIC(t, h.shape)
-				ctx, cancel := context.WithTimeout(t.Context(), limits[kind == "stall"])
+				ctx, cancel := context.WithTimeout(t.Context(), limitOf(kind))
 				defer cancel()
 				m, err := start(ctx, dir)
 				if err == nil {
@@ -141,8 +138,8 @@ func TestFaults(t *testing.T) {
 						t.Errorf("Kill: %v", killed)
 					}
 				}
-				if err == nil || !strings.Contains(err.Error(), s.step) || !strings.Contains(err.Error(), causes[kind]) {
-					t.Errorf("got %v, want an error about %q and %q", err, s.step, causes[kind])
+				if err == nil || !strings.Contains(err.Error(), s.step) || !strings.Contains(err.Error(), faultCauses[kind]) {
+					t.Errorf("got %v, want an error about %q and %q", err, s.step, faultCauses[kind])
 				}
 				checkNothingLeft(t, dir, before)
 				checkNetworkLeft(t, h.nic)

@@ -202,6 +202,7 @@ type machine struct {
 	mu      sync.Mutex
 	killed  bool
 	saved   bool                 // a state was saved since the guest ran last: it will drop its connections
+	unsure  bool                 // it may run or stand still: a call that changes that failed
 	untold  bool                 // it was paused since it ran last, and may not have been saved
 	streams map[*stream]struct{} // connections to the guest
 	wg      sync.WaitGroup       // of streams
@@ -270,17 +271,35 @@ func (m *machine) Exit() vmm.Exit        { return m.exit }
 // Pause implements vmm.Machine.
 func (m *machine) Pause(ctx context.Context) error {
 	s := m.session
-	wasRunning := s.running.isOpen()
+	mayHaveRun := s.running.isOpen() || m.unsureNow()
 	if err := s.do(ctx, pauseVM()); err != nil {
+		m.notCertain(err)
 		return err
 	}
 	s.running.set(false)
-	if wasRunning {
-		m.mu.Lock()
-		m.untold = true
-		m.mu.Unlock()
-	}
+	m.mu.Lock()
+	m.unsure = false
+	m.untold = m.untold || mayHaveRun
+	m.mu.Unlock()
 	return nil
+}
+
+// notCertain notes that a call that pauses or resumes failed: if it was not refused, it may have been carried out.
+func (m *machine) notCertain(err error) {
+	var refused *refusal
+	if errors.As(err, &refused) {
+		return
+	}
+	m.session.running.set(false)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.unsure = true
+}
+
+func (m *machine) unsureNow() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.unsure
 }
 
 // Resume implements vmm.Machine. After a state was saved the guest drops its connections: they are made again, and nobody notices.
@@ -292,6 +311,11 @@ func (m *machine) Resume(ctx context.Context) error {
 			return fmt.Errorf("resume: %w (%s)", vmm.ErrGone, s.process.Status)
 		default:
 			return nil
+		}
+	}
+	if m.unsureNow() {
+		if err := m.Pause(ctx); err != nil {
+			return fmt.Errorf("resume a machine of which it is not known whether it runs: %w", err)
 		}
 	}
 	if err := m.tell(ctx); err != nil {
@@ -306,6 +330,7 @@ func (m *machine) Resume(ctx context.Context) error {
 	}
 	m.mu.Unlock()
 	if err := s.do(ctx, resumeVM()); err != nil {
+		m.notCertain(err)
 		return err
 	}
 	s.running.set(true)
