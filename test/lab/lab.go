@@ -38,12 +38,11 @@ type Lab struct {
 	Disk   string // where the directory of Options.Disk is over there; empty: nowhere, put it there
 }
 
-// Open returns the lab that is up, or boots one, building it first if the cache has none. Whoever boots one keeps it: it ends with Close,
-// with ctx or with the process, whichever comes first.
-func Open(ctx context.Context, o Options) (*Lab, error) {
+// withDefaults fills in what is not said.
+func (o Options) withDefaults() (Options, error) {
 	cache, err := filepath.Abs(o.Cache)
 	if err != nil {
-		return nil, fmt.Errorf("cache of the lab: %w", err)
+		return o, fmt.Errorf("cache of the lab: %w", err)
 	}
 	o.Cache = filepath.Join(cache, "lab")
 	if o.MemMiB == 0 {
@@ -51,6 +50,28 @@ func Open(ctx context.Context, o Options) (*Lab, error) {
 	}
 	if o.Log == nil {
 		o.Log = io.Discard
+	}
+	return o, nil
+}
+
+// Available says why Open would find no lab and could boot none on this host: an error that is ErrUnavailable.
+func Available(ctx context.Context, o Options) error {
+	o, err := o.withDefaults()
+	if err != nil {
+		return err
+	}
+	if c, err := (&Lab{socket: address(o.Cache)}).dial(ctx); err == nil {
+		return c.Close()
+	}
+	return available(o)
+}
+
+// Open returns the lab that is up, or boots one, building it first if the cache has none. Whoever boots one keeps it: it ends with Close,
+// with ctx or with the process, whichever comes first.
+func Open(ctx context.Context, o Options) (*Lab, error) {
+	o, err := o.withDefaults()
+	if err != nil {
+		return nil, err
 	}
 	l := &Lab{socket: address(o.Cache)}
 	for {

@@ -75,6 +75,11 @@ func compile(ctx context.Context, jobs []job) error {
 // runJobs runs them all, on the host or in one lab, and prints what go test -json prints. If the lab can't be had they are skipped when skip
 // is that very error.
 func (c *cli) runJobs(ctx context.Context, where, firecracker string, jobs []job, skip error) error {
+	if where == "lab" {
+		if err := lab.Available(ctx, lab.Options{Cache: c.Cache, MemMiB: c.Mem}); err != nil {
+			return c.skipJobs(where, jobs, skip, err)
+		}
+	}
 	if err := compile(ctx, jobs); err != nil {
 		return err
 	}
@@ -97,15 +102,20 @@ func (c *cli) runJobs(ctx context.Context, where, firecracker string, jobs []job
 	err = c.withGiven(ctx, given, func(l *lab.Lab, dir string) error {
 		return eachJob(jobs, func(j job) error { return j.inLab(ctx, l, dir) })
 	})
-	if skip != nil && errors.Is(err, skip) {
-		for _, j := range jobs {
-			if perr := printSkip(j.title(where), err); perr != nil {
-				return perr
-			}
-		}
-		return nil
+	return c.skipJobs(where, jobs, skip, err)
+}
+
+// skipJobs says that nothing was run, if err is the reason for that.
+func (c *cli) skipJobs(where string, jobs []job, skip, err error) error {
+	if skip == nil || !errors.Is(err, skip) {
+		return err
 	}
-	return err
+	for _, j := range jobs {
+		if perr := printSkip(j.title(where), err); perr != nil {
+			return perr
+		}
+	}
+	return nil
 }
 
 // eachJob runs all, also after one that failed.

@@ -1,12 +1,15 @@
 package main
 
 import (
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+
+	"github.com/forkd/forkd/test/lab"
 )
 
 // TestNoFirecracker: without one its tests are skipped, and said to be, or can't be run.
@@ -21,6 +24,23 @@ func TestNoFirecracker(t *testing.T) {
 	s.Require = true
 	if err := s.Run(t.Context(), &cli{}); err == nil || !strings.Contains(err.Error(), "FORKD_FIRECRACKER") {
 		t.Errorf("where it is required: got %v, want an error that says how to name one", err)
+	}
+}
+
+// TestNoLab: where no lab can be had nothing is built for it, and all is skipped, or can't be run.
+func TestNoLab(t *testing.T) {
+	c := &cli{Cache: t.TempDir(), Mem: 1 << 40}
+	s := suiteCmd{Where: "lab", Engine: []string{"qemu-kvm"}, Short: true}
+	out := captured(t, func() error { return s.Run(t.Context(), c) })
+	if got := strings.Count(out, `"Action":"skip"`); got != 3 || !strings.Contains(out, "no lab on this host") {
+		t.Errorf("%d jobs are skipped, want 3, with the reason:\n%s", got, out)
+	}
+	s.Require = true
+	if err := s.Run(t.Context(), c); !errors.Is(err, lab.ErrUnavailable) {
+		t.Errorf("where it is required: got %v, want lab.ErrUnavailable", err)
+	}
+	if left, _ := os.ReadDir(c.Cache); len(left) != 0 {
+		t.Errorf("in the cache there are %v", left)
 	}
 }
 
