@@ -384,6 +384,6 @@ const leastMiB = 16
 
 // saveLimit is how long it may take to write so much memory.
 func saveLimit(mib int) time.Duration {
-	const rate = 64 // MiB a second on the slowest host
+	const rate = 16 // MiB a second on the slowest host: one that is emulated, and busy with other things
 	return callLimit + time.Duration(mib/rate)*time.Second
 }
