@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
+	"strings"
 
 	"github.com/forkd/forkd/client"
 	"github.com/forkd/forkd/internal/bench"
@@ -11,10 +13,11 @@ import (
 )
 
 type benchNoisyCmd struct {
-	Tag            string `help:"Snapshot whose children make noise. Default: the only one that rests on no other."`
-	Noisy          int    `default:"2" help:"Sandboxes that make noise at a time."`
-	N              int    `short:"n" default:"400" help:"Requests of each kind, with and without noise."`
-	MemoryLimitMiB int    `name:"memory-limit-mib" placeholder:"MIB" help:"Memory limit of the noisy ones."`
+	Tag            string   `help:"Snapshot whose children make noise. Default: the only one that rests on no other."`
+	Noisy          int      `default:"2" help:"Sandboxes that make noise at a time."`
+	N              int      `short:"n" default:"400" help:"Requests of each kind, with and without noise."`
+	Noise          []string `placeholder:"KIND" help:"Only this: spins, forks, fills-memory, fills-disk or floods-network. May be given again."`
+	MemoryLimitMiB int      `name:"memory-limit-mib" placeholder:"MIB" help:"Memory limit of the noisy ones."`
 	limitFlags
 }
 
@@ -23,6 +26,11 @@ func (c *benchNoisyCmd) Run(p *program) error {
 	if c.N < 1 || c.Noisy < 1 || c.Noisy > 1000 {
 		return badUsage("see `forkd bench noisy --help`", "-n %d --noisy %d: nothing can be measured so", c.N, c.Noisy)
 	}
+	for _, n := range c.Noise {
+		if !slices.Contains(bench.NoiseNames(), n) {
+			return badUsage("there are "+strings.Join(bench.NoiseNames(), ", "), "--noise %s is not known", n)
+		}
+	}
 	cl, err := p.client()
 	if err != nil {
 		return err
@@ -30,7 +38,7 @@ func (c *benchNoisyCmd) Run(p *program) error {
 	ctx, cancel := context.WithTimeout(p.ctx, benchLimit)
 	defer cancel()
 	thread.Ahead() // its own delays are not what is measured
-	opt := bench.NoisyOptions{Tag: c.Tag, Noisy: c.Noisy, N: c.N, Progress: p.say}
+	opt := bench.NoisyOptions{Tag: c.Tag, Noisy: c.Noisy, N: c.N, Noises: c.Noise, Progress: p.say}
 	if l := c.limits(c.MemoryLimitMiB); l != nil {
 		opt.Limits = client.Limits(*l)
 	}

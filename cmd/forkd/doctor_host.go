@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 
 	"github.com/forkd/forkd/internal/confine"
 	"github.com/forkd/forkd/internal/hostcheck"
@@ -39,6 +40,9 @@ func (f *daemonFlags) tryLimits() (hostcheck.Limits, error) {
 	}
 	var l hostcheck.Limits
 	l.Version, l.Dir = root.Where()
+	if l.Dir != "" {
+		l.Dir = filepath.Dir(l.Dir) // the daemon's own is beside it
+	}
 	l.Missing, l.Why = root.Missing()
 	if err := root.Close(); err != nil {
 		return l, err

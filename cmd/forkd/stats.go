@@ -45,10 +45,10 @@ func (c *statsCmd) Run(p *program) error {
 	}
 	var rows [][]string
 	for _, s := range all {
-		rows = append(rows, []string{s.ID, size(s.GuestAnonKiB << 10), size(s.GuestPSSKiB << 10), size(s.PSSKiB << 10), size(s.RSSKiB << 10),
-			strconv.FormatFloat(s.CPUSecs, 'f', 2, 64) + " s", traffic(s.NetReceivedBytes), traffic(s.NetSentBytes)})
+		rows = append(rows, []string{s.ID, size(s.GuestAnonKiB << 10), size(s.GuestSharedKiB << 10), size(s.GuestPSSKiB << 10), size(s.PSSKiB << 10), size(s.RSSKiB << 10),
+			size(s.DiskReadBytes), size(s.DiskWrittenBytes), strconv.FormatFloat(s.CPUSecs, 'f', 2, 64) + " s", traffic(s.NetReceivedBytes), traffic(s.NetSentBytes)})
 	}
-	return p.table([]string{"ID", "OWN MEMORY", "GUEST SHARE", "PROCESS SHARE", "RESIDENT", "CPU", "RECEIVED", "SENT"}, rows)
+	return p.table([]string{"ID", "OWN MEMORY", "SHARED", "GUEST SHARE", "PROCESS SHARE", "RESIDENT", "DISK READ", "WRITTEN", "CPU", "RECEIVED", "SENT"}, rows)
 }
 
 // traffic is a size, or "-" where there is no network.

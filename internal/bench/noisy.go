@@ -17,6 +17,7 @@ type NoisyOptions struct {
 	Noisy    int    // sandboxes that make noise, at a time
 	N        int    // requests of each kind, with and without noise
 	Limits   client.Limits
+	Noises   []string // names of those to make; none: all
 	Progress func(format string, args ...any)
 }
 
@@ -53,14 +54,22 @@ type NoisyPhase struct {
 	errs              map[string]int
 }
 
+// NoiseNames are the kinds of noise that there are.
+func NoiseNames() (names []string) {
+	for _, n := range noises() {
+		names = append(names, n.name)
+	}
+	return names
+}
+
 // noises are what guests do, as shell commands that don't end by themselves.
 func noises() []struct{ name, command string } {
 	return []struct{ name, command string }{
 		{"spins", "while :; do :; done"},
-		{"fork bomb", "b() { b | b & }; b; sleep 3600"},
-		{"fills memory", `while :; do head -c 1g /dev/zero | tail -c 1g >/dev/null; done`},
-		{"fills its disk", `while :; do dd if=/dev/zero of=/tmp/big bs=1M 2>/dev/null; rm -f /tmp/big; done`},
-		{"floods the network", `while :; do for p in 1 2 3; do (echo x >/dev/udp/255.255.255.255/$p) 2>/dev/null; done; done`},
+		{"forks", "b() { b | b & }; b; sleep 3600"},
+		{"fills-memory", `while :; do head -c 1g /dev/zero | tail -c 1g >/dev/null; done`},
+		{"fills-disk", `while :; do dd if=/dev/zero of=/tmp/big bs=1M 2>/dev/null; rm -f /tmp/big; done`},
+		{"floods-network", `while :; do for p in 1 2 3; do (echo x >/dev/udp/255.255.255.255/$p) 2>/dev/null; done; done`},
 	}
 }
 
@@ -86,6 +95,9 @@ func Noisy(ctx context.Context, c *client.Client, opt NoisyOptions) (r NoisyRepo
 	// Both ways go through code that runs for the first time.
 	listen(ctx, c, quiet[0].ID, opt.N/10, &NoisyPhase{})
 	for _, n := range noises() {
+		if len(opt.Noises) > 0 && !slices.Contains(opt.Noises, n.name) {
+			continue
+		}
 		opt.Progress("%d sandboxes: each %s, and each does nothing, in turn", opt.Noisy, n.name)
 		noise := Noise{Noise: n.name}
 		for range noisyRounds {

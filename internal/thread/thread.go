@@ -94,17 +94,13 @@ const ahead = -5
 // at once one that asks for longer, as all do that ask for nothing (sched_setattr(2)); older ones look at the weight.
 const briefSlice = 100 * time.Microsecond
 
-// ours says that Ahead was called.
-var ours bool
-
-// Ahead has all threads of this process come before guests' when they wake up. Threads inherit that, and so do processes: see Usually. It is called
-// early, while there are few.
+// Ahead has all threads of this process come before guests' when they wake up. Threads inherit that, and so do processes: it is for a program that
+// starts none, and is called early, while there are few threads. For the daemon it was not measured to change anything (bench/README.md).
 func Ahead() {
 	tasks, err := os.ReadDir("/proc/self/task")
 	if err != nil {
 		return
 	}
-	ours = true
 	for _, t := range tasks {
 		if tid, err := strconv.Atoi(t.Name()); err == nil {
 			attend(tid, ahead, briefSlice)
@@ -112,19 +108,7 @@ func Ahead() {
 	}
 }
 
-// Usually runs f, which starts a process, on a thread that is scheduled as usual.
-func Usually(f func() error) error {
-	if !ours {
-		return f()
-	}
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	attend(0, 0, 0)
-	defer attend(0, ahead, briefSlice)
-	return f()
-}
-
-// attend sets how a thread is scheduled; 0 is this one. A slice of 0 is the kernel's own.
+// attend sets how a thread is scheduled.
 func attend(tid, nice int, slice time.Duration) {
 	attr := unix.SchedAttr{Size: unix.SizeofSchedAttr, Policy: unix.SCHED_NORMAL, Nice: int32(nice), Runtime: uint64(slice)}
 	_ = unix.SchedSetAttr(tid, &attr, 0)

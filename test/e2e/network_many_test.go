@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"os"
 	"strconv"
-	"sync"
 	"testing"
 
 	"github.com/forkd/forkd/api"
@@ -53,16 +52,15 @@ func TestManyNetworks(t *testing.T) {
 		}
 		return err
 	})
-	var all sync.WaitGroup
-	for i, g := range guests {
-		all.Go(func() {
-			path := fmt.Sprintf("guest-%d", i)
-			if got, err := tryGetPort(g, 8080, path); err != nil || got != "GET /"+path {
-				t.Errorf("%v by its port: %q, %v", g, got, err)
-			}
-		})
-	}
-	all.Wait()
+	// Here not all of them at once: their processors are emulated by those of this host, and none has five seconds to answer then.
+	d.each(guests, func(i int, g *guest) error {
+		path := fmt.Sprintf("guest-%d", i)
+		got, err := tryGetPort(g, 8080, path)
+		if err == nil && got != "GET /"+path {
+			err = fmt.Errorf("by its port: %q", got)
+		}
+		return err
+	})
 	checkBandwidth(guests[0], policy)
 }
 
