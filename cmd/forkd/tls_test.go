@@ -58,7 +58,8 @@ type servedDaemon struct {
 	log *watched
 	cmd *exec.Cmd
 
-	ready string // what it had logged when it was ready
+	ready  string // what it had logged when it was ready
+	killed bool
 }
 
 // startServed starts one; it and its machines end with the test.
@@ -71,6 +72,9 @@ func startServed(t *testing.T, dir string, flags ...string) *servedDaemon {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
+		if d.killed {
+			return
+		}
 		_ = d.cmd.Process.Signal(syscall.SIGTERM)
 		if err := d.cmd.Wait(); err != nil {
 			t.Errorf("the daemon ended with %v:\n%s", err, d.log)
