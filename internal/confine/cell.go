@@ -10,13 +10,16 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/internal/confine/stage"
 )
 
 // Names in a cell.
 const (
-	workDir = "/machine" // the directory that Command.Dir is seen as
-	procDir = "/proc"
-	devDir  = "/dev"
+	workDir   = "/machine" // the directory that Command.Dir is seen as
+	procDir   = "/proc"
+	devDir    = "/dev"
+	stageFile = "/stage/firecracker" // the program that becomes the monitor; a jailer takes it for that, and wants "firecracker" in the name
 )
 
 // Spec is what a cell is made of.
@@ -107,6 +110,7 @@ func (c *Cell) buildRoot(contents, devices []string) (namespace *os.File, err er
 		step{"make its directories", func() error {
 			return errors.Join(os.Mkdir(top+workDir, 0o755), os.Mkdir(top+procDir, 0o755), os.Mkdir(top+devDir, 0o755))
 		}},
+		step{"fill its root", func() error { return putStage(top + stageFile) }},
 		step{"fill its root", func() error {
 			if c.jailer == nil {
 				return nil
@@ -126,6 +130,14 @@ func (c *Cell) buildRoot(contents, devices []string) (namespace *os.File, err er
 		err = errors.Join(err, namespace.Close())
 	}
 	return namespace, err
+}
+
+// putStage writes the program that becomes the monitor.
+func putStage(at string) error {
+	if err := os.Mkdir(filepath.Dir(at), 0o755); err != nil {
+		return err
+	}
+	return os.WriteFile(at, stage.Program(), 0o755)
 }
 
 // bindAll shows files and directories of the host below top, under their own names.

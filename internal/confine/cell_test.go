@@ -45,7 +45,7 @@ func TestNothingOfTheHost(t *testing.T) {
 	}
 	checkPrivileges(t, j)
 	self, _ := os.Executable()
-	want := []string{"/dev/null", "/dev/urandom", self}
+	want := []string{"/dev/null", "/dev/urandom", stageFile, self}
 	for _, device := range testDevices() {
 		if _, err := os.Stat(device); err == nil {
 			want = append(want, device)
@@ -173,15 +173,12 @@ func TestSettled(t *testing.T) {
 // TestFailuresLeaveNothing: a start that fails at any step gives the user id back and leaves no process.
 func TestFailuresLeaveNothing(t *testing.T) {
 	c := newTestCell(t)
-	bad := *c
-	bad.binary = "/no/such/program"
 	notNS, err := os.Open(os.DevNull)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer notNS.Close()
 	for name, start := range map[string]func() error{
-		"no program":        func() error { _, _, err := bad.Start(Command{}); return err },
 		"no cgroup":         func() error { _, _, err := c.Start(Command{Tasks: []*os.File{notNS}}); return err },
 		"no namespace":      func() error { _, _, err := c.Start(Command{NetNS: notNS}); return err },
 		"no such directory": func() error { _, _, err := c.Start(Command{Dir: "/no/such"}); return err },
@@ -189,6 +186,11 @@ func TestFailuresLeaveNothing(t *testing.T) {
 		if err := start(); err == nil {
 			t.Errorf("%s: it started", name)
 		}
+	}
+	bad := *c
+	bad.binary = "/no/such/program"
+	if err := bad.Try(); err == nil || !strings.Contains(err.Error(), "execute the monitor") {
+		t.Errorf("no program: got %v, want the step that failed", err)
 	}
 	if n := len(c.users.used); n != 0 {
 		t.Errorf("%d user ids are in use", n)

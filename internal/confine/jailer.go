@@ -1,24 +1,19 @@
 package confine
 
 import (
-	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
-	"syscall"
 
 	"golang.org/x/sys/unix"
-
-	"github.com/forkd/forkd/internal/confine/stage"
 )
 
 // Names in the cell of a jailer.
 const (
-	stageFile = "/stage/firecracker" // what the jailer takes for the monitor: it wants "firecracker" in the name
-	jailsDir  = "/jails"             // where it makes jails
-	jailID    = "forkd"              // the one that it makes in a process's own jailsDir
+	jailsDir = "/jails" // where it makes jails
+	jailID   = "forkd"  // the one that it makes in a process's own jailsDir
 )
 
 // jailRoot is where the jailer makes the root of a jail.
@@ -60,28 +55,6 @@ func (j *jailer) arguments(args []string, uid uint32) []string {
 	return append([]string{j.path, "--id", jailID, "--exec-file", stageFile, "--uid", id, "--gid", id, "--chroot-base-dir", jailsDir, "--"}, args...)
 }
 
-// spawn starts the jailer, which becomes the program. What it is to inherit waits for it in a socket: nobody has to be there when it is fetched.
-func (j *jailer) spawn(c *Cell, cmd Command, uid uint32) (*os.Process, error) {
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return nil, os.NewSyscallError("socketpair", err)
-	}
-	ours, theirs := os.NewFile(uintptr(fds[0]), "stage"), os.NewFile(uintptr(fds[1]), "stage")
-	defer theirs.Close()
-	message := stage.Message{Program: c.binary, Dir: "/", Env: c.environment(cmd.Env), Filter: c.filter, Files: cmd.Files[3:], Stdin: cmd.Files[0]}
-	if cmd.Dir != "" {
-		message.Dir = workDir
-	}
-	if err := errors.Join(stage.Send(ours, message), ours.Close()); err != nil {
-		return nil, err
-	}
-	sys := &syscall.SysProcAttr{Setsid: true, PidFD: cmd.PidFD, Credential: &syscall.Credential{Groups: []uint32{}}}
-	if cmd.Cgroup != nil {
-		sys.UseCgroupFD, sys.CgroupFD = true, int(cmd.Cgroup.Fd())
-	}
-	return os.StartProcess(j.path, j.arguments(cmd.Args, uid), &os.ProcAttr{Dir: "/", Env: c.environment(cmd.Env), Files: []*os.File{theirs, cmd.Files[1], cmd.Files[2]}, Sys: sys})
-}
-
 // newJailer completes a spec, and says what the jails are to show. Preconditions: spec.Jailer is not empty.
 func newJailer(spec Spec) (_ *jailer, _ Spec, err error) {
 	j := &jailer{}
@@ -99,15 +72,4 @@ func newJailer(spec Spec) (_ *jailer, _ Spec, err error) {
 }
 
 // fill puts the jailer's own things into the root of its cell, which is at top.
-func (j *jailer) fill(top string) error {
-	if err := os.Mkdir(top+jailsDir, 0o755); err != nil {
-		return err
-	}
-	if err := os.Mkdir(top+filepath.Dir(stageFile), 0o755); err != nil {
-		return err
-	}
-	if err := os.WriteFile(top+stageFile, stage.Program(), 0o755); err != nil {
-		return fmt.Errorf("the program that takes over in jails: %w", err)
-	}
-	return nil
-}
+func (j *jailer) fill(top string) error { return os.Mkdir(top+jailsDir, 0o755) }

@@ -174,6 +174,9 @@ func (a *answers) kernel() {
 	}
 	a.try("become root", unix.Setresuid(0, 0, 0))
 	a.try("make a user namespace", unix.Unshare(unix.CLONE_NEWUSER))
+	a.try("make a process in a user namespace", cloned(unix.SYS_CLONE, unix.CLONE_NEWUSER|uintptr(unix.SIGCHLD), 0))
+	args := unsafe.Pointer(&[11]uint64{0: unix.CLONE_NEWUSER, 4: uint64(unix.SIGCHLD)}) // struct clone_args
+	a.try("make a process in a user namespace by clone3", cloned(unix.SYS_CLONE3, uintptr(args), unsafe.Sizeof([11]uint64{})))
 	a.try("mount", unix.Mount("none", "/dev", "tmpfs", 0, ""))
 	a.try("unmount", unix.Unmount("/dev", unix.MNT_DETACH))
 	a.try("chroot", unix.Chroot("/dev"))
@@ -185,6 +188,21 @@ func (a *answers) kernel() {
 		a.try("make a socket of family "+name, err)
 	}
 	slices.Sort(a.Did)
+}
+
+// cloned makes a process, which ends at once.
+func cloned(nr, first, second uintptr) error {
+	pid, _, e := unix.RawSyscall6(nr, first, second, 0, 0, 0, 0)
+	if e != 0 {
+		return e
+	}
+	if pid == 0 {
+		for {
+			_, _, _ = unix.RawSyscall(unix.SYS_EXIT_GROUP, 0, 0, 0)
+		}
+	}
+	_, _ = unix.Wait4(int(pid), nil, 0, nil)
+	return nil
 }
 
 func connectUnix(path string) error {

@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/forkd/forkd/internal/confine/stage"
 )
 
 // Command is what to start.
@@ -130,10 +132,10 @@ func (c *Cell) enter(cmd Command, dir int) error {
 		{"namespaces of its own", func() error { return unix.Unshare(own) }},
 		{"its name", func() error { return unix.Sethostname([]byte(hostName)) }},
 	}
-	capabilities, filter := []uintptr(nil), c.filter
+	var capabilities []uintptr
 	if c.jailer != nil {
 		steps = append(steps, c.jailer.makeJail(dir, showProc(jailRoot+procDir))...)
-		capabilities, filter = jailerCapabilities, nil // it may do more; what it starts gets the filter in its jail
+		capabilities = jailerCapabilities
 	} else {
 		steps = append(steps, showProc(procDir))
 		if dir >= 0 {
@@ -143,9 +145,6 @@ func (c *Cell) enter(cmd Command, dir int) error {
 	steps = append(steps,
 		step{"drop capabilities", func() error { return dropBounding(capabilities) }},
 		step{"no new privileges", func() error { return unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }})
-	if filter != nil {
-		steps = append(steps, step{"seccomp filter", func() error { return install(filter) }})
-	}
 	return run(steps...)
 }
 
@@ -196,20 +195,32 @@ func dropBounding(but []uintptr) error {
 	return nil
 }
 
-// spawn starts the program.
+// spawn starts the stage, or the jailer, which starts the stage; that becomes the program. It is there because the filter denies what we start processes
+// with ourselves, clone3: it puts a process into its control group at once. What the program is to inherit waits for the stage in a socket, so nobody
+// has to be there when it is fetched.
 func (c *Cell) spawn(cmd Command, uid uint32) (*os.Process, error) {
-	if c.jailer != nil {
-		return c.jailer.spawn(c, cmd, uid)
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, os.NewSyscallError("socketpair", err)
 	}
-	wd := "/"
+	ours, theirs := os.NewFile(uintptr(fds[0]), "stage"), os.NewFile(uintptr(fds[1]), "stage")
+	defer theirs.Close()
+	message := stage.Message{Program: c.binary, Dir: "/", Env: c.environment(cmd.Env), Filter: c.filter, Files: cmd.Files[3:], Stdin: cmd.Files[0]}
 	if cmd.Dir != "" {
-		wd = workDir
+		message.Dir = workDir
 	}
-	sys := &syscall.SysProcAttr{Setsid: true, PidFD: cmd.PidFD, Credential: &syscall.Credential{Uid: uid, Gid: uid, Groups: []uint32{}}}
+	if err := errors.Join(stage.Send(ours, message), ours.Close()); err != nil {
+		return nil, err
+	}
+	path, args, who := stageFile, append([]string{c.binary}, cmd.Args...), syscall.Credential{Uid: uid, Gid: uid, Groups: []uint32{}}
+	if c.jailer != nil { // it takes on the user id itself
+		path, args, who = c.jailer.path, c.jailer.arguments(cmd.Args, uid), syscall.Credential{Groups: []uint32{}}
+	}
+	sys := &syscall.SysProcAttr{Setsid: true, PidFD: cmd.PidFD, Credential: &who}
 	if cmd.Cgroup != nil {
 		sys.UseCgroupFD, sys.CgroupFD = true, int(cmd.Cgroup.Fd())
 	}
-	return os.StartProcess(c.binary, append([]string{c.binary}, cmd.Args...), &os.ProcAttr{Dir: wd, Env: c.environment(cmd.Env), Files: cmd.Files, Sys: sys})
+	return os.StartProcess(path, args, &os.ProcAttr{Dir: "/", Env: message.Env, Files: []*os.File{theirs, cmd.Files[1], cmd.Files[2]}, Sys: sys})
 }
 
 // environment is the program's: its libraries may be where its loader does not look.

@@ -1,8 +1,8 @@
-# What Firecracker's jailer takes for Firecracker: it takes the place of the monitor until that has what it inherits.
+# It takes the place of the monitor until that has what it inherits, and its seccomp filter; Firecracker's jailer takes it for Firecracker.
 #
 # The jailer closes all descriptors but 0, 1 and 2, so the monitor's come through a socket that is descriptor 0. They are the lowest free
 # ones here, one after the other, which are the numbers that the monitor is told. The bytes that come with them are an image of the memory
-# at MESSAGE, with addresses in it (message.go); who sends them closes his end behind the last. Then the real monitor is executed with the
+# at MESSAGE, with addresses in it (Message in stage.go); who sends them closes his end behind the last. Then the real monitor is executed with the
 # arguments that the jailer gave. It uses no library, no stack but for its arguments, and asks for no memory: there is nothing to go wrong
 # but system calls, and each that fails is named on descriptor 2 and ends it with the error's number.
 
@@ -37,7 +37,7 @@
 	lea	r14, [rip + 8f]
 	mov	r15d, offset 9f - 8f
 	jmp	9f
-8:	.ascii	"forkd's stage in the jail failed to \name\n"
+8:	.ascii	"forkd's stage failed to \name\n"
 9:
 	.endm
 

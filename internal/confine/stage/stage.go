@@ -1,6 +1,6 @@
-// Package stage holds a static program of a few hundred bytes that runs in the jail that Firecracker's jailer made, in the place of
-// Firecracker, receives what the monitor is to inherit, and executes the monitor; and it sends what that program receives. The jailer passes on
-// no descriptors but three, and copies the program that it is given into each jail: it gets this one, of which a copy costs nothing.
+// Package stage holds a static program of a few hundred bytes that is started in the place of a monitor, receives what that is to inherit,
+// installs its seccomp filter, and executes it; and it sends what that program receives. Firecracker's jailer needs it, too: it passes on no
+// descriptors but three, and copies the program that it is given into each jail: it gets this one, of which a copy costs nothing.
 //
 // stage.S says what the program does; stage.bin is what it assembles to, see generate.go. This package knows neither jails nor monitors.
 package stage
