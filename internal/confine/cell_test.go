@@ -9,6 +9,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"golang.org/x/sys/unix"
 )
 
 // TestNothingOfTheHost starts a probe exactly as a monitor is started, beside another one, and has it try to reach the host, this process, which
@@ -207,5 +209,34 @@ func TestDecide(t *testing.T) {
 		if got, err := Decide(tt.mode, tt.euid); got != tt.want || (err != nil) != tt.fail {
 			t.Errorf("Decide(%s, %d) = %s, %v, want %s", tt.mode, tt.euid, got, err, tt.want)
 		}
+	}
+}
+
+// TestControlGroup: a process is in its control group of version 2 from its first moment on, and its filter does not stand against that.
+func TestControlGroup(t *testing.T) {
+	c := newTestCell(t)
+	top := t.TempDir()
+	if err := unix.Mount("none", top, "cgroup2", 0, ""); err != nil {
+		t.Skipf("control groups of version 2 can't be mounted: %v", err)
+	}
+	t.Cleanup(func() { _ = unix.Unmount(top, unix.MNT_DETACH) })
+	dir := filepath.Join(top, fmt.Sprintf("forkd-test-%d", os.Getpid()))
+	if err := os.Mkdir(dir, 0o755); err != nil {
+		t.Skipf("control groups of version 2 can't be made: %v", err)
+	}
+	group, err := os.Open(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { group.Close() })
+	t.Cleanup(func() { // after the probe's end, which is registered later
+		if err := os.Remove(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	j := probe(t, c, questions{}, Command{Cgroup: group})
+	b, err := os.ReadFile(pathOf(j.child.Pid, "cgroup"))
+	if err != nil || !strings.Contains(string(b), "0::/"+filepath.Base(dir)) {
+		t.Errorf("it is in %q, %v", b, err)
 	}
 }
