@@ -67,7 +67,7 @@ type Log struct {
 	file   *os.File
 	bytes  int64
 	head   head
-	err    error // of a write that left the file in a state nobody knows: nothing is appended any more
+	err    error // of what left the file in a state nobody knows: nothing is appended any more
 	dirty  bool
 	closed bool
 	stop   chan struct{}
@@ -201,16 +201,15 @@ func (l *Log) startFile() error {
 	if err != nil {
 		return err
 	}
-	if err := lock(f); err != nil {
-		return errors.Join(err, f.Close())
+	err = lock(f)
+	if err == nil {
+		err = syncDir(l.dir)
 	}
-	if err := syncDir(l.dir); err != nil {
-		return errors.Join(err, f.Close())
+	if err != nil { // it is tried again
+		return errors.Join(err, f.Close(), os.Remove(name))
 	}
-	if l.file != nil {
-		if err := errors.Join(l.file.Sync(), l.file.Close()); err != nil {
-			return errors.Join(err, f.Close())
-		}
+	if l.file != nil { // rotate has brought it to disk
+		_ = l.file.Close()
 	}
 	l.file, l.bytes = f, 0
 	if l.head.First == 0 {
@@ -321,22 +320,29 @@ func (l *Log) syncer() {
 	for {
 		select {
 		case <-tick.C:
-			l.mu.Lock()
-			if err := l.syncLocked(); err != nil && l.err == nil {
-				l.err = fmt.Errorf("audit record %s: %w", l.dir, err)
-			}
-			l.mu.Unlock()
+			l.sync()
 		case <-l.stop:
 			return
 		}
 	}
 }
 
+// sync brings what was appended to disk, if it can. A head that could not be written, as on a full disk, is written when there is room again.
+func (l *Log) sync() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	_ = l.syncLocked()
+}
+
 func (l *Log) syncLocked() error {
 	if !l.dirty {
 		return nil
 	}
-	if err := l.file.Sync(); err != nil {
+	if err := l.file.Sync(); err != nil { // for good: the kernel reports it once, and nobody knows what is on disk
+		err = fmt.Errorf("audit record %s: %w", l.dir, err)
+		if l.err == nil {
+			l.err = err
+		}
 		return err
 	}
 	if err := writeHead(l.dir, l.head); err != nil {

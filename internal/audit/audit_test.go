@@ -325,3 +325,44 @@ func TestRedact(t *testing.T) {
 		})
 	}
 }
+
+// TestHeadThatCanNotBeWritten: when the head can't be written, as on a full disk, the record goes on, and the head follows when it can.
+func TestHeadThatCanNotBeWritten(t *testing.T) {
+	dir := t.TempDir()
+	l := open(t, dir, Options{Sync: time.Hour})
+	inTheWay := filepath.Join(dir, headFile+".new")
+	if err := os.Mkdir(inTheWay, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	fill(t, l, 1)
+	l.sync()
+	if h, err := readHead(dir); err != nil || h.Seq != 0 {
+		t.Fatalf("head %+v, %v, want none yet", h, err)
+	}
+	fill(t, l, 1)
+	if err := os.Remove(inTheWay); err != nil {
+		t.Fatal(err)
+	}
+	l.sync()
+	if h, err := readHead(dir); err != nil || h.Seq != 2 {
+		t.Errorf("head %+v, %v, want line 2", h, err)
+	}
+	fill(t, l, 1)
+	if err := l.Close(); err != nil {
+		t.Fatal(err)
+	}
+	sound(t, dir, 3)
+}
+
+// TestFailedSyncIsFinal: what the kernel could not write is not known, and nothing is appended to it.
+func TestFailedSyncIsFinal(t *testing.T) {
+	l := open(t, t.TempDir(), Options{Sync: time.Hour})
+	fill(t, l, 1)
+	if err := l.file.Close(); err != nil { // so that it can't be synced
+		t.Fatal(err)
+	}
+	l.sync()
+	if l.err == nil {
+		t.Error("a record that could not be brought to disk goes on")
+	}
+}
