@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -18,9 +19,6 @@ import (
 	"github.com/forkd/forkd/internal/procstat"
 	"github.com/forkd/forkd/internal/vmm"
 )
-
-// recordFile is where an engine leaves a machine's vmm.Process in the machine's directory, as soon as it can.
-const recordFile = "process.json"
 
 // machineProcess is a process that is provably a machine of ours.
 type machineProcess struct {
@@ -71,18 +69,32 @@ func (s *searcher) readListeners() error {
 }
 
 func (s *searcher) readRecords() error {
-	names, err := filepath.Glob(filepath.Join(s.root, "*", recordFile))
+	names, err := filepath.Glob(filepath.Join(s.root, "*", vmm.ProcessFile))
 	if err != nil {
 		return fmt.Errorf("look for machines: %w", err)
 	}
 	for _, name := range names {
 		var p vmm.Process
-		b, err := os.ReadFile(name)
+		b, err := readRecord(name)
 		if err == nil && json.Unmarshal(b, &p) == nil && p.Dir == filepath.Dir(name) {
 			s.records[p.PID] = p
 		}
 	}
 	return nil
+}
+
+// readRecord reads a file in a directory that may be a monitor's own, who may have put anything there.
+func readRecord(name string) ([]byte, error) {
+	f, err := os.OpenFile(name, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = f.Close() }()
+	if fi, err := f.Stat(); err != nil || !fi.Mode().IsRegular() {
+		return nil, fmt.Errorf("%s is no file: %w", name, errors.Join(err, os.ErrInvalid))
+	}
+	const most = 64 << 10
+	return io.ReadAll(io.LimitReader(f, most))
 }
 
 // find returns all machines that live, whoever started them.

@@ -201,7 +201,7 @@ func TestRecoverSparesWhatIsNotOurs(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(filepath.Join(dir, recordFile), b, 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(dir, vmm.ProcessFile), b, 0o600); err != nil {
 		t.Fatal(err)
 	}
 	d := w.start(t, options{})
@@ -249,7 +249,7 @@ func TestSearcherFindsMachines(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(filepath.Join(dirs["record"], recordFile), b, 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(dirs["record"], vmm.ProcessFile), b, 0o600); err != nil {
 		t.Fatal(err)
 	}
 	socket := listenIn(t, dirs["socket"])
@@ -437,5 +437,22 @@ func TestNewRefusesBadConfig(t *testing.T) {
 				t.Error("got no error")
 			}
 		})
+	}
+}
+
+// TestRecordsThatAreNone: a monitor may put anything in the place of its record. The daemon's start neither waits for it nor follows it.
+func TestRecordsThatAreNone(t *testing.T) {
+	dir := t.TempDir()
+	real, link, pipe := filepath.Join(dir, "real"), filepath.Join(dir, "link"), filepath.Join(dir, "pipe")
+	if err := errors.Join(os.WriteFile(real, []byte("{}"), 0o600), os.Symlink(real, link), syscall.Mkfifo(pipe, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	if b, err := readRecord(real); err != nil || string(b) != "{}" {
+		t.Errorf("a record is %q, %v", b, err)
+	}
+	for _, path := range []string{link, pipe, dir} {
+		if b, err := readRecord(path); err == nil {
+			t.Errorf("%s is read: %q", path, b)
+		}
 	}
 }

@@ -128,6 +128,9 @@ const (
 	ExitCrashed  ExitReason = "crashed"  // the monitor ended by itself or by a signal that was not ours
 )
 
+// ProcessFile is where an engine leaves a machine's Process, in the machine's directory and as soon as it can.
+const ProcessFile = "process.json"
+
 // Process identifies a monitor across restarts of the daemon. It is persisted as JSON.
 type Process struct {
 	PID        int    `json:"pid"`

@@ -11,8 +11,11 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"path/filepath"
 	"sync"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 const (
@@ -55,25 +58,39 @@ type api struct {
 	cap  *io.LimitedReader // bounds what in takes from conn for one answer
 }
 
-// inDir calls do with a short path of a name in dir: the kernel takes 107 bytes for a socket's.
-func inDir(dir, name string, do func(path string) error) error {
+// openIn opens a name in a machine's directory. That is the monitor's, which may have put anything there: a symbolic link is not followed, a pipe
+// not waited for, and what it is must be seen afterwards. The daemon can go where the monitor can't.
+func openIn(dir, name string, flags int) (*os.File, error) {
 	d, err := os.Open(dir)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer d.Close()
-	return do(fmt.Sprintf("/proc/self/fd/%d/%s", d.Fd(), name))
+	fd, err := unix.Openat(int(d.Fd()), name, flags|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0o600)
+	if err != nil {
+		return nil, &os.PathError{Op: "open", Path: filepath.Join(dir, name), Err: err}
+	}
+	return os.NewFile(uintptr(fd), filepath.Join(dir, name)), nil
 }
 
-// dialIn connects to a socket in dir.
-func dialIn(ctx context.Context, dir, name string) (conn net.Conn, err error) {
-	err = inDir(dir, name, func(path string) error {
-		conn, err = (&net.Dialer{}).DialContext(ctx, "unix", path)
-		if errors.Is(err, context.DeadlineExceeded) { // the dialer's own word for the end of ctx, a moment before ctx says so
-			err = fmt.Errorf("%w: %w", context.DeadlineExceeded, err)
-		}
-		return err
-	})
+// dialIn connects to a socket in dir, by a path that is short: the kernel takes 107 bytes for a socket's.
+func dialIn(ctx context.Context, dir, name string) (net.Conn, error) {
+	f, err := openIn(dir, name, unix.O_PATH)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	var st unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+		return nil, err
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFSOCK {
+		return nil, fmt.Errorf("%s is no socket", f.Name())
+	}
+	conn, err := (&net.Dialer{}).DialContext(ctx, "unix", fdPath(int(f.Fd())))
+	if errors.Is(err, context.DeadlineExceeded) { // the dialer's own word for the end of ctx, a moment before ctx says so
+		err = fmt.Errorf("%w: %w", context.DeadlineExceeded, err)
+	}
 	return conn, err
 }
 

@@ -3,6 +3,7 @@ package firecracker
 import (
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"sync"
@@ -28,8 +29,11 @@ type console struct {
 // newConsole begins to take in what comes out of pipe.
 func newConsole(dir string, pipe *os.File) *console {
 	c := &console{dir: dir, pipe: pipe, done: make(chan struct{})}
-	if fi, err := os.Stat(filepath.Join(dir, consoleFile)); err == nil {
-		c.size = fi.Size()
+	if f, err := openConsole(dir, consoleFile, os.O_RDONLY); err == nil {
+		if fi, err := f.Stat(); err == nil {
+			c.size = fi.Size()
+		}
+		_ = f.Close()
 	}
 	go c.drain()
 	return c
@@ -55,7 +59,27 @@ func reopenConsole(dir string, pid int) (*console, error) {
 	if err != nil {
 		return nil, fmt.Errorf("guest console: %w", err)
 	}
+	if fi, err := pipe.Stat(); err != nil || fi.Mode().Type() != os.ModeNamedPipe { // the monitor may have put something else there
+		return nil, errors.Join(fmt.Errorf("guest console: it is no pipe any more: %w", vmm.ErrGone), err, pipe.Close())
+	}
 	return newConsole(dir, pipe), nil
+}
+
+// openConsole opens a file of a console, which must be one that a daemon made.
+func openConsole(dir, name string, flags int) (*os.File, error) {
+	f, err := openIn(dir, name, flags)
+	if err != nil {
+		return nil, err
+	}
+	var st unix.Stat_t
+	err = unix.Fstat(int(f.Fd()), &st)
+	if err == nil && (st.Mode&unix.S_IFMT != unix.S_IFREG || st.Uid != uint32(os.Geteuid())) {
+		err = fmt.Errorf("%s was not made by the daemon", f.Name())
+	}
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
 }
 
 func (c *console) drain() {
@@ -87,7 +111,7 @@ func (c *console) keep(b []byte) {
 		_ = os.Rename(path, filepath.Join(c.dir, olderConsole))
 		c.size = 0
 	}
-	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
+	f, err := openConsole(c.dir, consoleFile, os.O_WRONLY|os.O_CREATE|os.O_APPEND)
 	if err != nil {
 		return
 	}
@@ -102,8 +126,15 @@ func (c *console) newest() ([]byte, error) {
 	defer c.mu.Unlock()
 	var text []byte
 	for _, name := range []string{olderConsole, consoleFile} {
-		b, err := os.ReadFile(filepath.Join(c.dir, name))
-		if err != nil && !errors.Is(err, os.ErrNotExist) {
+		f, err := openConsole(c.dir, name, os.O_RDONLY)
+		if errors.Is(err, os.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return nil, fmt.Errorf("guest console: %w", err)
+		}
+		b, err := io.ReadAll(io.LimitReader(f, vmm.ConsoleLimit))
+		if err = errors.Join(err, f.Close()); err != nil {
 			return nil, fmt.Errorf("guest console: %w", err)
 		}
 		text = append(text, b...)

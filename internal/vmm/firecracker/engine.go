@@ -22,6 +22,7 @@ import (
 
 	"github.com/forkd/forkd/internal/confine"
 	"github.com/forkd/forkd/internal/hostcpu"
+	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/vmm"
 	"github.com/forkd/forkd/internal/vmm/probeguest"
 	"github.com/forkd/forkd/internal/vmm/vmlinux"
@@ -196,7 +197,7 @@ func (e *Engine) Attach(ctx context.Context, id vmm.Process) (_ vmm.Machine, err
 	if s.abilities, err = e.abilities(ctx); err != nil {
 		return nil, err
 	}
-	if s.state, err = os.OpenFile(fmt.Sprintf("/proc/%d/fd/%d", id.PID, fdState), os.O_RDWR, 0); err != nil {
+	if s.state, err = openMemfd(fmt.Sprintf("/proc/%d/fd/%d", id.PID, fdState), stateName); err != nil {
 		return nil, fmt.Errorf("its state file: %w", err)
 	}
 	if err := s.findScratch(id.PID); err != nil {
@@ -307,13 +308,32 @@ func (e *Engine) spawn(s *session, c *command) (err error) {
 	return nil
 }
 
-// newState makes the memfd that device states go through.
+// stateName is the name of the memfd that device states go through.
+const stateName = "state"
+
 func newState() (*os.File, error) {
-	fd, err := unix.MemfdCreate("forkd-state", unix.MFD_CLOEXEC)
+	f, err := memfdOf(stateName, nil)
 	if err != nil {
 		return nil, fmt.Errorf("state file: %w", err)
 	}
-	return os.NewFile(uintptr(fd), "memfd:forkd-state"), nil
+	return f, nil
+}
+
+// openMemfd opens a memfd of a monitor, of which we write to: one that a guest has taken over may have put anything in its place, such as an image
+// that others use, which it may only read.
+func openMemfd(path, name string) (*os.File, error) {
+	f, err := os.OpenFile(path, os.O_RDWR|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, err
+	}
+	target, err := os.Readlink(fdPath(int(f.Fd())))
+	if err == nil && !strings.HasPrefix(target, "/memfd:forkd-"+name) {
+		err = fmt.Errorf("it is %q: %w", target, vmm.ErrGone)
+	}
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
 }
 
 // unpackedKernel is the kernel that was booted last, as an ELF file.
@@ -341,9 +361,9 @@ func (e *Engine) elf(kernel *os.File) (*os.File, error) {
 	if err != nil {
 		return nil, fmt.Errorf("kernel %s: %w: %w", kernel.Name(), err, vmm.ErrInvalidConfig)
 	}
-	f, err := memfdOf("kernel", elf)
+	f, err := memory.SealedCopy("kernel", elf) // all parents inherit it: none may change it
 	if err != nil {
-		return nil, fmt.Errorf("kernel: %w", err)
+		return nil, err
 	}
 	// The one before may be about to be inherited by a start that is under way: it is closed by the collector.
 	e.kernel = unpackedKernel{of: st, file: f}

@@ -157,7 +157,7 @@ func (s *session) findScratch(pid int) error {
 		if s.scratch.fd, err = strconv.Atoi(e.Name()); err != nil {
 			return err
 		}
-		s.scratch.file, err = os.OpenFile(path, os.O_RDWR, 0)
+		s.scratch.file, err = openMemfd(path, scratchName)
 		return err
 	}
 	return nil

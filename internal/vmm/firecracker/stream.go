@@ -10,7 +10,6 @@ import (
 	"io"
 	"net"
 	"os"
-	"strings"
 	"sync"
 	"time"
 
@@ -281,11 +280,11 @@ func (s *stream) try() (_ net.Conn, _ io.Reader, err error) {
 		return nil, nil, err
 	}
 	in := bufio.NewReaderSize(conn, 4<<10)
-	line, err := in.ReadString('\n')
+	line, err := in.ReadSlice('\n') // no more than its buffer holds
 	if err != nil {
 		return nil, nil, err
 	}
-	if !strings.HasPrefix(line, "OK ") {
+	if !bytes.HasPrefix(line, []byte("OK ")) {
 		return nil, nil, fmt.Errorf("vsock: answer %q", line)
 	}
 	reply := make([]byte, agentproto.StreamHeaderSize)

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"sync"
@@ -46,6 +47,9 @@ type monitor struct {
 	abandoned int // commands whose answers nobody waits for any more; they come first
 }
 
+// maxMessage bounds what is read of one message. The longest are of a console: 64 KiB, of which each byte may take six.
+const maxMessage = 4 << 20
+
 func newMonitor(conn *net.UnixConn, onEvent func(string, json.RawMessage)) *monitor {
 	q := &monitor{conn: conn, onEvent: onEvent, replies: make(chan qmpMessage, 1), closed: make(chan struct{}), turn: make(chan struct{}, 1)}
 	go q.read()
@@ -54,9 +58,11 @@ func newMonitor(conn *net.UnixConn, onEvent func(string, json.RawMessage)) *moni
 
 func (q *monitor) read() {
 	defer close(q.closed)
-	dec := json.NewDecoder(q.conn)
+	bounded := &io.LimitedReader{R: q.conn}
+	dec := json.NewDecoder(bounded)
 	for {
 		var m qmpMessage
+		bounded.N = maxMessage // a guest may have taken QEMU over
 		if err := dec.Decode(&m); err != nil {
 			return
 		}

@@ -186,3 +186,25 @@ func TestMonitorTurnsEnd(t *testing.T) {
 		t.Errorf("got %v, want %v", err, context.DeadlineExceeded)
 	}
 }
+
+// TestEndlessMessage: a monitor that never ends a message is not listened to without end.
+func TestEndlessMessage(t *testing.T) {
+	ours, theirs := pair(t)
+	q := newMonitor(ours, func(string, json.RawMessage) {})
+	defer q.close()
+	wrote := make(chan struct{})
+	go func() {
+		defer close(wrote)
+		_, _ = theirs.Write([]byte(`{"return": "`))
+		for piece, n := []byte(strings.Repeat("x", 64<<10)), 0; n < 2*maxMessage; n += len(piece) {
+			if _, err := theirs.Write(piece); err != nil {
+				return
+			}
+		}
+	}()
+	select {
+	case <-q.closed:
+	case <-wrote:
+		t.Errorf("more than %d bytes of a message were read", maxMessage)
+	}
+}

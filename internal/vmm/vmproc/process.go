@@ -21,9 +21,6 @@ import (
 	"github.com/forkd/forkd/internal/vmm"
 )
 
-// processFile is the record of a process in its directory.
-const processFile = "process.json"
-
 // maxSocketPath is what the kernel takes for the path of a Unix socket, less its final zero.
 const maxSocketPath = 107
 
@@ -66,11 +63,17 @@ func (p *Process) Record() error {
 	if err != nil {
 		return err
 	}
-	tmp := filepath.Join(p.ID.Dir, processFile+".new")
-	if err := os.WriteFile(tmp, b, 0o600); err != nil {
+	tmp := filepath.Join(p.ID.Dir, vmm.ProcessFile+".new")
+	_ = os.Remove(tmp)
+	f, err := os.OpenFile(tmp, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600) // the directory may be the monitor's: nothing that is there is written to
+	if err == nil {
+		_, err = f.Write(b)
+		err = errors.Join(err, f.Close())
+	}
+	if err != nil {
 		return fmt.Errorf("record process: %w", err)
 	}
-	return os.Rename(tmp, filepath.Join(p.ID.Dir, processFile))
+	return os.Rename(tmp, filepath.Join(p.ID.Dir, vmm.ProcessFile))
 }
 
 func (p *Process) reap(stderr *os.File) {
