@@ -3,11 +3,15 @@ package main
 import (
 	"context"
 	"log/slog"
+	"os"
 	"os/exec"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/forkd/forkd/internal/hostcheck"
 	"github.com/forkd/forkd/internal/hostnet"
+	"github.com/forkd/forkd/internal/sandbox"
 	"github.com/forkd/forkd/internal/vmm/firecracker"
 	"github.com/forkd/forkd/internal/vmm/probeguest"
 	"github.com/forkd/forkd/internal/vmm/qemu"
@@ -79,5 +83,9 @@ func (c *doctorCmd) describeFirecracker(ctx context.Context) (string, error) {
 	if err := c.checkJailer(ctx, users, slog.New(slog.DiscardHandler)); err != nil {
 		return "", err
 	}
-	return firecracker.New(firecracker.Options{Binary: c.Firecracker, Jailer: c.Jailer, Users: users}).Describe(ctx)
+	options := firecracker.Options{Binary: c.Firecracker, Jailer: c.Jailer, Users: users}
+	if dir := sandbox.TrialsDir(c.RunDir); os.MkdirAll(dir, 0o700) == nil && unix.Access(dir, unix.W_OK) == nil { // else it is not ours
+		options.Trials = dir
+	}
+	return firecracker.New(options).Describe(ctx)
 }

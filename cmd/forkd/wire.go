@@ -53,7 +53,7 @@ func productParts() parts {
 func newEngine(f *daemonFlags, users *confine.Users, log *slog.Logger) vmm.Engine {
 	emulator := qemu.New(qemu.Options{Binary: f.QEMU, Accel: f.Accel, Users: users, Log: log})
 	fire := firecracker.New(firecracker.Options{Binary: f.Firecracker, CPUTemplate: f.CPUTemplate, Jailer: f.Jailer,
-		Users: users, Log: log})
+		Users: users, Trials: sandbox.TrialsDir(f.RunDir), Log: log})
 	switch f.Engine {
 	case engineQEMU:
 		return emulator

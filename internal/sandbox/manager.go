@@ -96,7 +96,10 @@ func New(cfg Config) (*Manager, error) {
 	if err := m.lockRunDir(); err != nil {
 		return nil, err
 	}
-	var err error
+	err := m.endTrials()
+	if err != nil {
+		return nil, errors.Join(err, m.lock.Close())
+	}
 	if m.uffd, err = memory.OpenUFFD(); err != nil {
 		m.log.Warn("branches will not be live", "error", err)
 	}
@@ -147,6 +150,31 @@ func lockSoon(f *os.File) error {
 			return err
 		}
 	}
+}
+
+// TrialsDir is where, below a run directory, an engine makes the directories of machines that it tries a monitor with. New ends those that are left.
+func TrialsDir(runDir string) string { return filepath.Join(runDir, "probe") }
+
+// endTrials ends what a daemon that was killed left of a trial: before there are other machines, since it has a user id that nobody keeps for it.
+func (m *Manager) endTrials() error {
+	dir := TrialsDir(m.cfg.RunDir)
+	search, err := newSearcher(dir)
+	if err != nil {
+		return err
+	}
+	found, err := search.find()
+	if err != nil {
+		return err
+	}
+	for _, p := range found {
+		if err := p.kill(); err != nil {
+			m.log.Error("what is left of a monitor's trial can't be ended", "pid", p.pid, "dir", p.dir, "error", err)
+		}
+	}
+	if err := os.RemoveAll(dir); err != nil {
+		return fmt.Errorf("remove what is left of a monitor's trial: %w", err)
+	}
+	return nil
 }
 
 // machinesDir has a directory for each machine.

@@ -456,3 +456,33 @@ func TestRecordsThatAreNone(t *testing.T) {
 		}
 	}
 }
+
+// TestTrialsEnd: what a daemon that was killed left of a monitor's trial is ended before anything else.
+func TestTrialsEnd(t *testing.T) {
+	w := newWorld(t)
+	dir := filepath.Join(TrialsDir(w.run()), "probe123")
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	left := exec.Command("sleep", "60")
+	left.Env = []string{"FORKD_MACHINE=" + dir}
+	if err := left.Start(); err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- left.Wait() }()
+	d := w.start(t, options{})
+	select {
+	case err := <-ended:
+		if err == nil {
+			t.Error("it was not killed")
+		}
+	case <-time.After(10 * time.Second):
+		t.Error("it lives on")
+		_ = left.Process.Kill()
+	}
+	if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("its directory: %v, want it gone", err)
+	}
+	d.checkTidy(t, 0)
+}

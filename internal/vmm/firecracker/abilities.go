@@ -8,6 +8,7 @@ import (
 	"io/fs"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"regexp"
 	"strconv"
 	"time"
@@ -196,7 +197,7 @@ const probeMiB = 16
 
 // trySaving boots a guest of a few hundred bytes, saves it in the ways that we need, and restores it.
 func (e *Engine) trySaving(ctx context.Context, a *abilities) (err error) {
-	dir, err := os.MkdirTemp("", "forkd-probe-")
+	dir, err := e.trialDir()
 	if err != nil {
 		return err
 	}
@@ -226,6 +227,21 @@ func (e *Engine) trySaving(ctx context.Context, a *abilities) (err error) {
 		return err
 	}
 	return trial.tryChild(ctx, dir, ram, state)
+}
+
+// trialDir makes a directory for trySaving. Its name has no symbolic links: that is how a process is known to be of it.
+func (e *Engine) trialDir() (string, error) {
+	if e.opt.Trials == "" {
+		return os.MkdirTemp("", "forkd-probe-")
+	}
+	if err := os.MkdirAll(e.opt.Trials, 0o700); err != nil {
+		return "", err
+	}
+	within, err := filepath.EvalSymlinks(e.opt.Trials)
+	if err != nil {
+		return "", err
+	}
+	return os.MkdirTemp(within, "probe")
 }
 
 // tryParent freezes the guest: its memory by the number of an inherited file, then its state once more without the memory.

@@ -41,6 +41,7 @@ type Options struct {
 	Save        SaveMode
 	Users       *confine.Users // the user ids of monitors, which are confined; nil: they are not, and run as the daemon's user
 	Jailer      string         // Firecracker's jailer, of the same version, to start each monitor through; needs Users. Empty: we confine it ourselves
+	Trials      string         // where a directory is made for the guest that a binary is tried with; a daemon's next start ends what is left there. Empty: the one for temporary files
 	TSCkHz      func() (uint64, error)
 	KVM         func() error // what this host's KVM is worth; default probeguest.Check
 	Log         *slog.Logger

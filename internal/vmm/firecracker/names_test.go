@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -158,5 +159,34 @@ func TestKernelIsSealed(t *testing.T) {
 	}
 	if !strings.Contains(f.Name(), "kernel") {
 		t.Errorf("its name is %s", f.Name())
+	}
+}
+
+// TestTrialIsRecorded: the machine that a binary is tried with is where a daemon that starts again looks for what is left.
+func TestTrialIsRecorded(t *testing.T) {
+	trials := filepath.Join(t.TempDir(), "probe")
+	h := newFakeHost(t, fakeOrders{Fault: "PUT /boot-source", Kind: "stall"}, func(o *Options) { o.Save, o.Trials = "", trials })
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	ended := make(chan error, 1)
+	go func() {
+		_, err := h.Probe(ctx)
+		ended <- err
+	}()
+	var found []string
+	for len(found) == 0 && pause(t.Context(), time.Millisecond) {
+		select {
+		case err := <-ended:
+			t.Fatalf("the trial ended with %v, and left no record", err)
+		default:
+		}
+		found, _ = filepath.Glob(filepath.Join(trials, "*", vmm.ProcessFile))
+	}
+	cancel()
+	if err := <-ended; !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v, want that it was cancelled", err)
+	}
+	if left, err := os.ReadDir(trials); err != nil || len(left) != 0 {
+		t.Errorf("left: %v, %v", left, err)
 	}
 }
