@@ -104,6 +104,7 @@ type daemonFlags struct {
 	MaxTenantSandboxes int     `placeholder:"N" help:"Sandboxes that each tenant may have. Default: no limit of its own."`
 	KeyRate            float64 `placeholder:"R" help:"Requests a second that each key may make, unless it was made with a rate of its own. Default: no limit."`
 	KeyBurst           int     `placeholder:"N" help:"Requests that it may make at once. Default: two seconds' worth."`
+	AuditFiles         int     `placeholder:"N" help:"Files of 64 MiB that the audit record is kept in; then the oldest is deleted for each new one. Default: all are kept."`
 }
 
 // keyLimit is the limit of keys that have none of their own.
@@ -167,6 +168,9 @@ func (p *program) openDaemon(f *daemonFlags, log *slog.Logger, killAll bool) (_ 
 			err = errors.Join(err, d.close())
 		}
 	}()
+	if f.AuditFiles < 0 {
+		return nil, &codedError{code: exitUsage, err: fmt.Errorf("--audit-files %d: give how many files the audit record keeps, or leave it out to keep all", f.AuditFiles)}
+	}
 	for _, dir := range []string{f.Data, f.RunDir, f.Cache} {
 		if err := os.MkdirAll(dir, 0o700); err != nil {
 			return nil, fmt.Errorf("make the daemon's directory: %w", err)
@@ -193,7 +197,7 @@ func (p *program) openDaemon(f *daemonFlags, log *slog.Logger, killAll bool) (_ 
 	}
 	d.engine = p.parts.engine(f, users, log.With("part", "engine"))
 	d.events, d.timings = server.NewEvents(), server.NewTimings()
-	if d.audit, err = audit.Open(filepath.Join(f.Data, auditDir), audit.Options{}); err != nil {
+	if d.audit, err = audit.Open(filepath.Join(f.Data, auditDir), audit.Options{Files: f.AuditFiles}); err != nil {
 		return nil, err
 	}
 	d.closers = append(d.closers, d.audit.Close)
