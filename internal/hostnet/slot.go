@@ -164,17 +164,6 @@ func (s *Slot) setLocked(p netpolicy.Policy) error {
 	return nil
 }
 
-// Dial connects to a port of the guest.
-func (s *Slot) Dial(ctx context.Context, port int) (net.Conn, error) {
-	var conn net.Conn
-	err := netns.Do(s.ns, func() (err error) {
-		var d net.Dialer
-		conn, err = d.DialContext(ctx, "tcp4", netip.AddrPortFrom(guestAddr, uint16(port)).String())
-		return err
-	})
-	return conn, err
-}
-
 // Release gives the slot up. Preconditions: its monitor has ended, or never started. It may be called twice.
 func (s *Slot) Release() {
 	s.mu.Lock()

@@ -19,16 +19,29 @@ func Do(ns *os.File, fn func() error) error {
 		return fmt.Errorf("network namespace of this thread: %w", err)
 	}
 	defer home.Close()
-	if err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWNET); err != nil {
+	if err := enter(ns); err != nil {
 		runtime.UnlockOSThread()
 		return fmt.Errorf("enter network namespace: %w", err)
 	}
 	failed := fn()
-	if unix.Setns(int(home.Fd()), unix.CLONE_NEWNET) != nil {
+	if enter(home) != nil {
 		// The thread stays locked, so that it ends with its goroutine: nothing else may run on it.
 		return failed
 	}
 	runtime.UnlockOSThread()
+	return failed
+}
+
+// enter moves this thread. The file can't be closed meanwhile, and its number become another namespace's.
+func enter(ns *os.File) error {
+	conn, err := ns.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var failed error
+	if err := conn.Control(func(fd uintptr) { failed = unix.Setns(int(fd), unix.CLONE_NEWNET) }); err != nil {
+		return err
+	}
 	return failed
 }
 

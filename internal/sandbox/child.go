@@ -7,6 +7,7 @@ import (
 	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/forkd/forkd/internal/guest/agentclient"
@@ -28,6 +29,7 @@ type child struct {
 	grant   *grant
 	group   *limits.Group // nil: none
 	network Network       // nil: none
+	dials   atomic.Int32  // connections to it that are being made
 	heard   *hearing
 
 	life context.Context // ends when the machine is not its sandbox's any more; its cause is an *Error

@@ -195,6 +195,9 @@ func (m *Manager) NetworkStatus(ctx context.Context, id string) (netpolicy.Statu
 // dialLimit is how long a guest may take to accept a connection.
 const dialLimit = 10 * time.Second
 
+// maxDials is how many connections to a guest may wait for it to accept them at a time.
+const maxDials = 64
+
 // DialGuest connects to a TCP port of a sandbox, whatever its policy is: that is about what a guest begins. The connection ends with the sandbox,
 // when it is suspended, and with the daemon; until it is closed the sandbox counts as used.
 func (m *Manager) DialGuest(ctx context.Context, id string, port int) (net.Conn, error) {
@@ -215,13 +218,14 @@ func (m *Manager) DialGuest(ctx context.Context, id string, port int) (net.Conn,
 		return nil, newError(CodeNetworkUnavailable, m.cfg.NoNetworks, "its snapshot was made without a network device, or this daemon has no networks: see `forkd doctor`",
 			"sandbox %s has no network, and so no ports", id)
 	}
-	limited, cancel := context.WithTimeout(ctx, dialLimit)
-	defer cancel()
-	conn, err := c.network.Dial(limited, port)
+	conn, err := c.dial(ctx, port)
 	if err != nil {
 		idle()
 		if ctx.Err() != nil {
 			return nil, context.Cause(ctx)
+		}
+		if errors.Is(err, errDials) {
+			return nil, newError(CodeGuestUnreachable, err, "does anything accept them? let some end first", "port %d of sandbox %s is not tried", port, id)
 		}
 		return nil, newError(CodeGuestUnreachable, err, "does anything listen there, on all addresses and not on 127.0.0.1 only?", "port %d of sandbox %s can't be reached", port, id)
 	}
@@ -230,6 +234,20 @@ func (m *Manager) DialGuest(ctx context.Context, id string, port int) (net.Conn,
 		g.stops = append(g.stops, context.AfterFunc(life, func() { _ = g.Close() }))
 	}
 	return g, nil
+}
+
+// errDials is why a guest that accepts nothing is left alone.
+var errDials = fmt.Errorf("%d connections wait for it to accept them already", maxDials)
+
+// dial connects to a port of the guest in as much time, and with as many others, as it may have.
+func (c *child) dial(ctx context.Context, port int) (net.Conn, error) {
+	defer c.dials.Add(-1)
+	if c.dials.Add(1) > maxDials {
+		return nil, errDials
+	}
+	ctx, cancel := context.WithTimeout(ctx, dialLimit)
+	defer cancel()
+	return c.network.Dial(ctx, port)
 }
 
 // guestConn is a connection to a guest's port.

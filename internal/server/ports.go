@@ -72,8 +72,9 @@ func pathPort(r *http.Request) (int, error) {
 
 // target is the guest's port that a proxied request is for.
 type target struct {
-	id   string
-	port int
+	id    string
+	port  int
+	asked context.Context // ends with the request
 }
 
 type targetKey struct{}
@@ -85,6 +86,9 @@ func (s *Server) proxy() handler {
 		DisableCompression: true,
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 			to := ctx.Value(targetKey{}).(target)
+			ctx, cancel := context.WithCancel(ctx) // the transport's, which outlives a request whose client has left
+			defer cancel()
+			defer context.AfterFunc(to.asked, cancel)()
 			conn, err := s.Service.DialGuest(ctx, to.id, to.port)
 			if err != nil {
 				return nil, err
@@ -116,7 +120,7 @@ func (s *Server) proxy() handler {
 		_ = control.SetReadDeadline(time.Time{}) // what is sent to a guest may take as long as it takes
 		_ = control.EnableFullDuplex()
 		defer noteKeyEnd(r)
-		pass.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), targetKey{}, target{id, port})))
+		pass.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), targetKey{}, target{id, port, r.Context()})))
 		return nil
 	}
 }

@@ -2,12 +2,14 @@ package server
 
 import (
 	"bufio"
+	"context"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/forkd/forkd/internal/netpolicy"
 )
@@ -165,7 +167,7 @@ func TestTunnelHalfClose(t *testing.T) {
 		said, _ := io.ReadAll(c)
 		_, _ = fmt.Fprintf(c, "you said %s", said)
 	}()
-	f.dial = func() (net.Conn, error) { return net.Dial("tcp", l.Addr().String()) }
+	f.dial = func(context.Context) (net.Conn, error) { return net.Dial("tcp", l.Addr().String()) }
 	conn, err := net.Dial("tcp", f.http.Listener.Addr().String())
 	if err != nil {
 		t.Fatal(err)
@@ -179,5 +181,36 @@ func TestTunnelHalfClose(t *testing.T) {
 	got, err := io.ReadAll(conn)
 	if err != nil || !strings.HasSuffix(string(got), "\r\n\r\nyou said hello") {
 		t.Errorf("= %q, %v", got, err)
+	}
+}
+
+// TestPortsDialEnds: a connection that a guest leaves waiting ends with the request that it is for.
+func TestPortsDialEnds(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	begun, ended := make(chan struct{}), make(chan error, 1)
+	f.dial = func(ctx context.Context) (net.Conn, error) {
+		close(begun)
+		<-ctx.Done()
+		ended <- ctx.Err()
+		return nil, ctx.Err()
+	}
+	ctx, leave := context.WithCancel(t.Context())
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, f.http.URL+"/v1/sandboxes/sb1/ports/80/", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	go func() {
+		<-begun
+		leave()
+	}()
+	if resp, err := f.http.Client().Do(req); err == nil {
+		resp.Body.Close()
+		t.Errorf("= %s", resp.Status)
+	}
+	select {
+	case <-ended:
+	case <-time.After(time.Minute):
+		t.Error("the connection goes on to be made for nobody")
 	}
 }

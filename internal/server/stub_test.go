@@ -53,7 +53,7 @@ type stub struct {
 	unpacks                                []transfer.UnpackRequest
 	policies                               []netpolicy.Policy
 	guest                                  func(net.Conn)           // serves guests' ports; nil: nobody
-	dial                                   func() (net.Conn, error) // instead of a pipe to guest
+	dial                                   func(context.Context) (net.Conn, error)// instead of a pipe to guest
 	dialled                                []string
 }
 
@@ -189,12 +189,12 @@ func (s *stub) NetworkStatus(context.Context, string) (netpolicy.Status, error) 
 }
 
 // DialGuest connects to whatever serves guests' ports.
-func (s *stub) DialGuest(_ context.Context, id string, port int) (net.Conn, error) {
+func (s *stub) DialGuest(ctx context.Context, id string, port int) (net.Conn, error) {
 	if s.fail != nil {
 		return nil, s.fail
 	}
 	if s.dial != nil {
-		return s.dial()
+		return s.dial(ctx)
 	}
 	near, far := net.Pipe()
 	s.mu.Lock()
