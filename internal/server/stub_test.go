@@ -52,8 +52,8 @@ type stub struct {
 	compacted, moved, signatures, unpacked []string
 	unpacks                                []transfer.UnpackRequest
 	policies                               []netpolicy.Policy
-	guest                                  func(net.Conn)           // serves guests' ports; nil: nobody
-	dial                                   func(context.Context) (net.Conn, error)// instead of a pipe to guest
+	guest                                  func(net.Conn)                          // serves guests' ports; nil: nobody
+	dial                                   func(context.Context) (net.Conn, error) // instead of a pipe to guest
 	dialled                                []string
 }
 
