@@ -167,8 +167,7 @@ func (s *Server) guard(next http.Handler, unixSocket bool) http.Handler {
 		}
 		who, err := s.identify(r, unixSocket)
 		noteOf(r.Context()).who = who
-		if errors.Is(err, errToken) && !unixSocket && s.strangers.tooMany(r.RemoteAddr) {
-			noteOf(r.Context()).unrecorded = true // else whoever reaches the port could fill the disk
+		if errors.Is(err, errToken) && !unixSocket && s.countStranger(r, noteOf(r.Context())) {
 			err = &sandbox.Error{Code: codeRateLimited, Message: "too many requests without a valid key came from this address", Hint: tokenHint, RetryAfter: strangerRetry}
 		}
 		leave := func() {}

@@ -13,6 +13,8 @@ import (
 const (
 	maxAtOnce = 1024 // requests, streams, tunnels
 	maxJobs   = 4    // of those that read or write whole snapshots
+
+	maxBodies = 256 << 20 // bytes of bodies that are held in memory: an exec's is, with its input, until it ends
 )
 
 // crowd counts what tenants have under way.
@@ -30,24 +32,35 @@ func newCrowd(what string, most int) *crowd {
 
 // enter counts one more, until leave.
 func (c *crowd) enter(who principal) (leave func(), err error) {
-	if who.caller.KeyID == "" {
-		return func() {}, nil
+	if err := c.take(who, 1); err != nil {
+		return nil, err
 	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.by[who.tenant] >= c.max {
-		return nil, &sandbox.Error{Code: codeRateLimited, Message: fmt.Sprintf("the tenant %s has %d %s under way, which is as many as it may", who.tenant, c.max, c.what),
-			Hint: "let some of them end first", RetryAfter: time.Second}
-	}
-	c.by[who.tenant]++
-	return sync.OnceFunc(func() { c.leave(who.tenant) }), nil
+	return sync.OnceFunc(func() { c.leave(who, 1) }), nil
 }
 
-func (c *crowd) leave(tenant string) {
+// take counts n more, until leave takes them back.
+func (c *crowd) take(who principal, n int) error {
+	if who.caller.KeyID == "" {
+		return nil
+	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.by[tenant]--; c.by[tenant] == 0 {
-		delete(c.by, tenant)
+	if c.by[who.tenant]+n > c.max {
+		return &sandbox.Error{Code: codeRateLimited, Message: fmt.Sprintf("the tenant %s has %d %s under way, of %d that it may", who.tenant, c.by[who.tenant], c.what, c.max),
+			Hint: "let some of them end first", RetryAfter: time.Second}
+	}
+	c.by[who.tenant] += n
+	return nil
+}
+
+func (c *crowd) leave(who principal, n int) {
+	if who.caller.KeyID == "" {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.by[who.tenant] -= n; c.by[who.tenant] <= 0 {
+		delete(c.by, who.tenant)
 	}
 }
 

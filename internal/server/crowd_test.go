@@ -78,3 +78,49 @@ func TestJobs(t *testing.T) {
 		}
 	}
 }
+
+// TestBodies: what a tenant's requests hold in memory is bounded in all, and given back when they end, or are refused.
+func TestBodies(t *testing.T) {
+	t.Parallel()
+	ring := newRing(t, keys.Limit{})
+	_, acme := newKey(t, ring, keys.Request{Name: "a", Tenant: "acme", Scope: keys.Run})
+	_, rival := newKey(t, ring, keys.Request{Name: "b", Tenant: "rival", Scope: keys.Run})
+	f := newFixture(t, func(c *Config) { c.Keys, c.Token = ring, "0123456789abcdef" })
+	f.server.bodies.max = 2000
+	begun, release := make(chan struct{}, 1), make(chan struct{})
+	f.exec = func(ctx context.Context, _ sandbox.ExecRequest) (sandbox.ExecResult, error) {
+		begun <- struct{}{}
+		<-release
+		return sandbox.ExecResult{}, nil
+	}
+	body := `{"args": ["cat"], "stdin": "` + strings.Repeat("x", 1500) + `"}`
+	exec := func(token, body string) answer {
+		return f.do(t, "POST", "/v1/sandboxes/sb1/exec", body, "Authorization", "Bearer "+token)
+	}
+	done := make(chan answer, 3)
+	go func() { done <- exec(acme, body) }()
+	<-begun
+	if got := exec(acme, body); got.status != 429 || got.code() != "rate_limited" || !strings.Contains(got.body, "bytes") {
+		t.Errorf("more than a tenant may hold = %d %s", got.status, got.body)
+	}
+	for _, token := range []string{rival, f.server.Token} {
+		go func() { done <- exec(token, body) }()
+		<-begun
+	}
+	close(release)
+	for range 3 {
+		if got := <-done; got.status != 200 {
+			t.Errorf("= %d %s", got.status, got.body)
+		}
+	}
+	if got := exec(acme, body[1:]); got.status != 400 {
+		t.Errorf("no JSON = %d %s", got.status, got.body)
+	}
+	if got := exec(acme, body); got.status != 200 {
+		t.Errorf("afterwards = %d %s", got.status, got.body)
+	}
+	f.http.Close()
+	if len(f.server.bodies.by) > 0 {
+		t.Errorf("still counted: %v", f.server.bodies.by)
+	}
+}

@@ -60,8 +60,20 @@ func readBody(w http.ResponseWriter, r *http.Request, limit int64) ([]byte, erro
 	if r.ContentLength > limit && r.Header.Get("Expect") != "" {
 		return nil, tooLarge // the client waits for a word before it sends
 	}
+	n, room := noteOf(r.Context()), limit // what is to come is not always told
+	if r.ContentLength >= 0 {
+		room = min(limit, r.ContentLength)
+	}
+	if err := n.bodies.take(n.who, int(room)); err != nil {
+		return nil, err
+	}
+	kept := 0
+	defer func() {
+		n.bodies.leave(n.who, int(room)-kept)
+		n.hold(func() { n.bodies.leave(n.who, kept) })
+	}()
 	control := http.NewResponseController(w)
-	stop := context.AfterFunc(noteOf(r.Context()).draining, func() { _ = control.SetReadDeadline(time.Now()) }) // it has not begun to be answered
+	stop := context.AfterFunc(n.draining, func() { _ = control.SetReadDeadline(time.Now()) }) // it has not begun to be answered
 	defer stop()
 	body, err := io.ReadAll(io.LimitReader(r.Body, limit+1))
 	if err != nil {
@@ -72,7 +84,8 @@ func readBody(w http.ResponseWriter, r *http.Request, limit int64) ([]byte, erro
 		_, _ = io.CopyN(io.Discard, r.Body, drainLimit)
 		return nil, tooLarge
 	}
-	noteOf(r.Context()).params = audit.Redact(body)
+	kept = min(len(body), int(room))
+	n.params = audit.Redact(body)
 	return body, nil
 }
 

@@ -15,6 +15,7 @@ import (
 	"regexp"
 	"runtime/debug"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/forkd/forkd/internal/sandbox"
@@ -27,14 +28,43 @@ type note struct {
 	id         string
 	route      string
 	err        error
+	counted    bool // among those of strangers
 	unrecorded bool // it is one of too many to be in the audit record
 	who        principal
 
-	params  json.RawMessage // for the audit record
-	target  string          // what the path names
-	targets []string        // what the request made, or is about instead
+	params  json.RawMessage   // of the body, for the audit record
+	query   map[string]string // the same of what the path is followed by
+	target  string            // what the path names
+	targets []string          // what the request made, or is about instead
 
 	draining context.Context // ends when the daemon is told to stop
+
+	bodies *crowd // bytes
+
+	mu   sync.Mutex
+	held []func() // give back what is held until the request ends
+	over bool     // it ended; a creation that is to be repeated may go on
+}
+
+// giveBack gives back what was held for a request.
+func (n *note) giveBack() {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for _, leave := range n.held {
+		leave()
+	}
+	n.held, n.over = nil, true
+}
+
+// hold has giveBack called at the end of a request.
+func (n *note) hold(leave func()) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.over {
+		leave()
+		return
+	}
+	n.held = append(n.held, leave)
 }
 
 type noteKey struct{}
@@ -43,7 +73,7 @@ func noteOf(ctx context.Context) *note {
 	if n, ok := ctx.Value(noteKey{}).(*note); ok {
 		return n
 	}
-	return &note{draining: context.Background()}
+	return &note{draining: context.Background(), bodies: newCrowd("bytes of requests' bodies", maxBodies)}
 }
 
 func noteRoute(ctx context.Context, route string) { noteOf(ctx).route = route }
@@ -59,7 +89,7 @@ type recorder struct {
 }
 
 func (w *recorder) WriteHeader(status int) {
-	if w.status == 0 {
+	if w.status == 0 && (status >= 200 || status == http.StatusSwitchingProtocols) { // others are followed by the answer's own
 		w.status = status
 		if w.body != nil && !w.body.read && !w.duplex {
 			w.leaveBody()
@@ -117,7 +147,7 @@ func (w *recorder) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 func (s *Server) observe(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		start := time.Now()
-		n := &note{id: r.Header.Get("X-Request-Id"), route: "other", who: nobody, draining: s.draining}
+		n := &note{id: r.Header.Get("X-Request-Id"), route: "other", who: nobody, draining: s.draining, bodies: s.bodies}
 		if !requestIDPattern.MatchString(n.id) {
 			n.id = newRequestID()
 		}
@@ -133,6 +163,10 @@ func (s *Server) observe(next http.Handler) http.Handler {
 			abort := false
 			if p := recover(); p != nil {
 				abort = s.recovered(rec, r, p)
+			}
+			n.giveBack()
+			if n.who.scope == "" && rec.status >= 400 {
+				s.countStranger(r, n) // whatever it was refused for
 			}
 			took := time.Since(start)
 			s.metrics.request(n.route, r.Method, rec.status, took)
@@ -179,6 +213,8 @@ func (s *Server) logRequest(r *http.Request, n *note, status int, took time.Dura
 	switch {
 	case status >= 500 && status != http.StatusServiceUnavailable && status != http.StatusBadGateway: // a guest can make the latter as it likes
 		level = slog.LevelError
+	case n.unrecorded:
+		level = slog.LevelDebug // as the record, the log is no stranger's to fill
 	case r.Method == http.MethodGet:
 		level = slog.LevelDebug // watched by people and monitors, often
 	}

@@ -144,6 +144,9 @@ func (s *Server) unpack(w http.ResponseWriter, r *http.Request) error {
 
 func unpackRequest(r *http.Request) (transfer.UnpackRequest, error) {
 	var none transfer.UnpackRequest
+	if r.URL.Query().Has("tag") {
+		noteQuery(r, "tag")
+	}
 	if media, _, _ := mime.ParseMediaType(r.Header.Get("Content-Type")); media == "application/json" || strings.HasPrefix(media, "multipart/") {
 		return none, invalid("send the file itself, as curl -T does", "the body is %q, not a pack", shorten(media))
 	}

@@ -81,6 +81,7 @@ func flag(r *http.Request, name string) (bool, error) {
 	if !query.Has(name) {
 		return false, nil
 	}
+	noteQuery(r, name)
 	if query.Get(name) == "" {
 		return true, nil
 	}

@@ -97,7 +97,7 @@ func (s *Server) proxy() handler {
 		},
 	}
 	pass := &httputil.ReverseProxy{
-		Transport: transport, FlushInterval: -1, ErrorLog: slog.NewLogLogger(s.Log.Handler(), slog.LevelDebug),
+		Transport: onlyAnswers{transport}, FlushInterval: -1, ErrorLog: slog.NewLogLogger(s.Log.Handler(), slog.LevelDebug),
 		Rewrite: rewriteForGuest, ModifyResponse: tameAnswer,
 		ErrorHandler: func(w http.ResponseWriter, r *http.Request, err error) {
 			var known *sandbox.Error
@@ -123,6 +123,15 @@ func (s *Server) proxy() handler {
 		pass.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), targetKey{}, target{id, port, r.Context()})))
 		return nil
 	}
+}
+
+// onlyAnswers passes on no answers that come before the answer (1xx): nothing would tame their headers, and they take the place of the daemon's own.
+type onlyAnswers struct{ next http.RoundTripper }
+
+// RoundTrip implements http.RoundTripper. ReverseProxy waits for such answers by something in its request's context.
+func (t onlyAnswers) RoundTrip(r *http.Request) (*http.Response, error) {
+	to := r.Context().Value(targetKey{}).(target)
+	return t.next.RoundTrip(r.WithContext(context.WithValue(to.asked, targetKey{}, to)))
 }
 
 // rewriteForGuest makes of a request the one that a guest gets.

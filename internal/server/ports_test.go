@@ -7,6 +7,9 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/http/httptest"
+	"net/http/httptrace"
+	"net/textproto"
 	"strings"
 	"testing"
 	"time"
@@ -212,5 +215,41 @@ func TestPortsDialEnds(t *testing.T) {
 	case <-ended:
 	case <-time.After(time.Minute):
 		t.Error("the connection goes on to be made for nobody")
+	}
+}
+
+// TestPortsEarlyAnswers: what a guest says before its answer goes nowhere, and doesn't take the answer's place in the record.
+func TestPortsEarlyAnswers(t *testing.T) {
+	t.Parallel()
+	kept := &recordOf{}
+	f := newFixture(t, func(c *Config) { c.Audit = kept })
+	f.guest = func(c net.Conn) {
+		defer c.Close()
+		if _, err := http.ReadRequest(bufio.NewReader(c)); err == nil {
+			_, _ = io.WriteString(c, "HTTP/1.1 103 Early Hints\r\nSet-Cookie: a=b; Path=/\r\n\r\nHTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+		}
+	}
+	trace := &httptrace.ClientTrace{Got1xxResponse: func(code int, h textproto.MIMEHeader) error {
+		t.Errorf("the client got %d with %v", code, h)
+		return nil
+	}}
+	req, err := http.NewRequestWithContext(httptrace.WithClientTrace(t.Context(), trace), http.MethodGet, f.http.URL+"/v1/sandboxes/sb1/ports/80/", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp, err := f.http.Client().Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp.Body.Close()
+	f.http.Close()
+	if resp.StatusCode != 404 || resp.Header.Get("X-Request-Id") == "" || len(kept.entries) != 1 || kept.entries[0].Status != 404 {
+		t.Errorf("= %s %v, recorded as %+v, want 404 with a request id", resp.Status, resp.Header, kept.entries)
+	}
+	rec := &recorder{ResponseWriter: httptest.NewRecorder()}
+	rec.WriteHeader(http.StatusEarlyHints)
+	rec.WriteHeader(http.StatusTeapot)
+	if rec.status != http.StatusTeapot {
+		t.Errorf("after an early answer %d is recorded, want the answer's own status", rec.status)
 	}
 }

@@ -3,6 +3,7 @@ package server
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"net/http"
 	"strings"
 	"time"
@@ -29,13 +30,39 @@ func (s *Server) record(r *http.Request, n *note, status int, took time.Duration
 		action = shorten(loggedPath(r))
 	}
 	err := s.Audit.Append(audit.Entry{
-		RequestID: n.id, Principal: n.who.name, Tenant: n.who.tenant, Remote: r.RemoteAddr, Action: shorten(r.Method) + " " + action, Target: target, Params: n.params,
+		RequestID: n.id, Principal: n.who.name, Tenant: n.who.tenant, Remote: r.RemoteAddr, Action: shorten(r.Method) + " " + action, Target: target, Params: n.allParams(),
 		Status: status, Outcome: outcome, DurationMS: millis(took),
 	})
 	if err != nil {
 		s.metrics.unkept.Inc()
 		s.Log.Error("a request is missing in the audit record", "request_id", n.id, "error", err)
 	}
+}
+
+// noteQuery tells the audit record what a request says in its query. What no handler reads changes nothing, and is not kept.
+func noteQuery(r *http.Request, name string) {
+	n := noteOf(r.Context())
+	if n.query == nil {
+		n.query = map[string]string{}
+	}
+	n.query[name] = shorten(r.URL.Query().Get(name))
+}
+
+// allParams are those of the body, with those of the query as one more.
+func (n *note) allParams() json.RawMessage {
+	if len(n.query) == 0 {
+		return n.params
+	}
+	all := map[string]any{}
+	if n.params != nil {
+		_ = json.Unmarshal(n.params, &all) // it was written by audit.Redact
+	}
+	all["query"] = n.query
+	out, err := json.Marshal(all)
+	if err != nil {
+		return n.params
+	}
+	return out
 }
 
 // noteTarget tells the audit record what the path of a request names.

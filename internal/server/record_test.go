@@ -93,3 +93,25 @@ func TestRequestsAreRecorded(t *testing.T) {
 		t.Errorf("record (-want +got):\n%s", d)
 	}
 }
+
+// TestQueriesAreRecorded: what a request says in its query is in the record, beside its body or without one.
+func TestQueriesAreRecorded(t *testing.T) {
+	t.Parallel()
+	kept := &recordOf{}
+	f := newFixture(t, func(c *Config) { c.Audit = kept })
+	f.do(t, "DELETE", "/v1/snapshots/py?force=true&cascade&other=1", "")
+	f.do(t, "GET", "/v1/snapshots/py/pack?include_secrets=1", "")
+	f.do(t, "POST", "/v1/snapshots/unpack?tag=there", "pack")
+	f.http.Close()
+	var got []string
+	for _, e := range kept.entries {
+		got = append(got, string(e.Params))
+	}
+	if d := cmp.Diff([]string{`{"query":{"cascade":"","force":"true"}}`, `{"query":{"include_secrets":"1"}}`, `{"query":{"tag":"there"}}`}, got); d != "" {
+		t.Errorf("parameters (-want +got):\n%s", d)
+	}
+	n := &note{params: []byte(`{"a":1}`), query: map[string]string{"b": "c"}}
+	if got := string(n.allParams()); got != `{"a":1,"query":{"b":"c"}}` {
+		t.Errorf("of both: %s", got)
+	}
+}

@@ -49,6 +49,7 @@ type Server struct {
 	strangers  *strangers
 	atOnce     *crowd // requests
 	jobs       *crowd // those that read or write whole snapshots
+	bodies     *crowd // bytes
 	metrics    *metrics
 	replays    *replays
 	life       context.Context // ends when the grace period of a shutdown is over
@@ -67,6 +68,7 @@ func New(cfg Config) *Server {
 		cfg.Timings = NewTimings()
 	}
 	s := &Server{Config: cfg, tokenLimit: cfg.KeyRate.Limiter(), strangers: newStrangers(), atOnce: newCrowd("requests", maxAtOnce), jobs: newCrowd("jobs with whole snapshots", maxJobs),
+		bodies:  newCrowd("bytes of requests' bodies", maxBodies),
 		replays: newReplays(replayWindow, replayEntries, replayBytes)}
 	s.SetToken(cfg.Token)
 	s.life, s.stop = context.WithCancelCause(context.Background())

@@ -1,6 +1,7 @@
 package server
 
 import (
+	"net/http"
 	"net/netip"
 	"sync"
 	"time"
@@ -32,6 +33,16 @@ func (s *strangers) tooMany(remote string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return !s.limiterLocked(remote).Allow()
+}
+
+// countStranger counts a request of somebody who is not known, once. Of those beyond what an address may make none is recorded: else whoever reaches
+// the port could fill the disk.
+func (s *Server) countStranger(r *http.Request, n *note) (tooMany bool) {
+	if !n.counted {
+		n.counted = true
+		n.unrecorded = s.strangers.tooMany(r.RemoteAddr)
+	}
+	return n.unrecorded
 }
 
 // limiterLocked finds the limiter of an address; of IPv6 a host has a whole /64.

@@ -36,3 +36,35 @@ func TestStrangers(t *testing.T) {
 		t.Error("addresses are told apart the wrong way")
 	}
 }
+
+// TestStrangersByOtherWays: whatever a request of somebody unknown is refused for, it counts.
+func TestStrangersByOtherWays(t *testing.T) {
+	t.Parallel()
+	kept := &recordOf{}
+	f := newFixture(t, func(c *Config) { c.Token, c.Audit = "0123456789abcdef", kept })
+	ask := func() {
+		for _, tt := range []struct {
+			method, path string
+			status       int
+			header       []string
+		}{
+			{"POST", "/healthz", 405, nil},
+			{"POST", "/v1/sandboxes", 403, []string{"Sec-Fetch-Site", "cross-site"}},
+			{"POST", "/v1/sandboxes", 403, []string{"Sec-Fetch-Site", "cross-site", "Authorization", "Bearer 0123456789abcdef"}},
+		} {
+			if got := f.do(t, tt.method, tt.path, "{}", tt.header...); got.status != tt.status {
+				t.Errorf("%s %s = %d %s, want %d", tt.method, tt.path, got.status, got.body, tt.status)
+			}
+		}
+	}
+	ask()
+	for !f.server.strangers.tooMany("127.0.0.1:1") {
+	}
+	for range 20 {
+		ask()
+	}
+	f.http.Close()
+	if n := len(kept.entries); n < 3 || n > 40 { // a few may be let through again meanwhile
+		t.Errorf("the record has %d lines, want that those of strangers are bounded", n)
+	}
+}
