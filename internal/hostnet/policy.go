@@ -88,7 +88,9 @@ func readSeal(chain string) (mark uint32, policy string, ok bool) {
 func (a *applied) replace(conn *nftables.Conn, old *applied, host []netip.Addr, names *answers) error {
 	r := &ruleset{conn: conn}
 	t := table()
-	conn.AddChain(&nftables.Chain{Name: chainReplies, Table: t}) // a table that an older daemon made has none
+	for _, name := range []string{chainReplies, chainCrowd} {
+		conn.AddChain(&nftables.Chain{Name: name, Table: t}) // a table that an older daemon made has none
+	}
 	for _, name := range policyChains {
 		conn.FlushChain(&nftables.Chain{Name: name, Table: t})
 	}
@@ -126,6 +128,7 @@ func (a *applied) addRules(r *ruleset, t *nftables.Table, host []netip.Addr) {
 	for _, kind := range []exprs{l4proto(unix.IPPROTO_TCP), l4proto(unix.IPPROTO_UDP), echoRequest()} {
 		r.rule(t, chainPolicy, kind, jump(chainCheck))
 	}
+	r.rule(t, chainPass, jump(chainCrowd))
 	r.rule(t, chainPass, setCtMark(a.mark), accept())
 	a.addChecks(r, t, host, outward)
 	a.addChecks(r, t, host, inward)

@@ -28,6 +28,7 @@ const (
 	chainCheck   = "check"   // of those who may: where to
 	chainReplies = "replies" // of connections from before the policy: where from
 	chainPass    = "pass"
+	chainCrowd   = "crowd" // of those that pass: whether they are too many
 	chainNames   = "names" // who may ask the resolver
 	chainDeny    = "deny"
 	chainReject  = "reject"
@@ -37,6 +38,10 @@ const (
 	forgedCount  = "forged"  // packets that are not from the guest's own address
 	monitorCount = "monitor" // packets that the monitor itself sent elsewhere than to its guest
 )
+
+// maxConnections is how many connections a guest may have at a time: each takes a place in the host's table of connections as well, which all that
+// the host passes on share.
+const maxConnections = 4096
 
 // How much of what was tried in vain is remembered, and for how long.
 const (
@@ -117,10 +122,12 @@ func makeTables(conn *nftables.Conn, host []netip.Addr) error {
 	protected := &nftables.Set{Table: t, Name: protectedSet, Interval: true, KeyType: nftables.TypeIPAddr}
 	r.note(conn.AddSet(protected, prefixElements(netpolicy.Protected())))
 
-	for _, name := range append([]string{chainDeny, chainReject}, policyChains...) {
+	for _, name := range append([]string{chainDeny, chainReject, chainCrowd}, policyChains...) {
 		conn.AddChain(&nftables.Chain{Name: name, Table: t})
 	}
 	r.deny(t)
+	// All are counted, those of an earlier policy too, and new ones are refused.
+	r.rule(t, chainCrowd, exprs{&expr.Connlimit{Count: maxConnections, Flags: expr.NFT_CONNLIMIT_F_INV}}, ctState(expr.CtStateBitNEW), goTo(chainDeny))
 	r.base(t, chainForward, nftables.ChainHookForward)
 	r.rule(t, chainForward, ipv6(), counted(ipv6Count), drop())
 	r.rule(t, chainForward, ctState(expr.CtStateBitINVALID), drop())
