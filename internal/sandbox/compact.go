@@ -40,7 +40,8 @@ func (m *Manager) compact(ctx context.Context, from *frozen, to string) (err err
 			m.warn(undo.run(), "unwind a compaction", to)
 		}
 	}()
-	f := &frozen{id: newID("sn"), tag: to, tenant: callerOf(ctx).Tenant, secrets: from.secrets, image: from.image, imageID: from.imageID, createdAt: time.Now(), status: StatusWriting, network: from.network}
+	f := &frozen{id: newID("sn"), tag: to, tenant: callerOf(ctx).Tenant, secrets: from.secrets, image: from.image, imageID: from.imageID, createdAt: time.Now(), status: StatusWriting,
+		network: from.inherited(callerOf(ctx))}
 	if err := m.enlist(ctx, f, 0, undo); err != nil {
 		return err
 	}

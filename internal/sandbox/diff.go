@@ -83,7 +83,8 @@ func newDifference(m *Manager, from *frozen, who Caller, req DiffRequest, tell f
 	d := &difference{from: from, creation: creation{m: m, tell: tell, undo: &cleanup{}, shape: man.Shape, python: man.Python,
 		image: image.Image{ID: man.Image.ID, Name: man.Image.Name},
 		req:   SnapshotRequest{Tag: req.Tag, Image: from.image, WarmUp: req.Steps, Timeout: req.Timeout, Env: env}}}
-	d.frozen = &frozen{id: newID("sn"), tag: req.Tag, tenant: who.Tenant, secrets: from.secrets, image: from.image, imageID: from.imageID, createdAt: time.Now(), under: from, status: StatusWriting, parent: from.id, network: from.network}
+	d.frozen = &frozen{id: newID("sn"), tag: req.Tag, tenant: who.Tenant, secrets: from.secrets, image: from.image, imageID: from.imageID, createdAt: time.Now(), under: from,
+		status: StatusWriting, parent: from.id, network: from.inherited(who)}
 	d.frozen.manifest = man
 	d.frozen.manifest.ID, d.frozen.manifest.CreatedAt, d.frozen.manifest.BranchedFrom = d.frozen.id, d.frozen.createdAt.UTC().Round(0), ""
 	d.frozen.manifest.Recipe.Env = environ(nil, env)
@@ -152,7 +153,7 @@ func (d *difference) freezeChild(ctx context.Context) (_ *instant, _ *memory.Ima
 		return nil, nil, err
 	}
 	d.tell(Progress{Step: "fork", Detail: d.from.name()})
-	who := individual{name: d.frozen.id, env: d.frozen.manifest.Recipe.Env, network: d.from.network}
+	who := individual{name: d.frozen.id, env: d.frozen.manifest.Recipe.Env, network: d.frozen.network}
 	l, err := m.limitsOf(d.from, limits.Limits{})
 	if err != nil {
 		grants[0].release()

@@ -53,11 +53,17 @@ func (m *Manager) checkNetwork(name string, has bool, p netpolicy.Policy) error 
 	return nil
 }
 
-// network is the policy for children of a snapshot: the one that was asked for, or else the snapshot's own. What another tenant's snapshot may open
-// of the host is not inherited.
-func (m *Manager) network(who Caller, f *frozen, asked *netpolicy.Policy) (netpolicy.Policy, error) {
+// inherited is the policy that what a caller makes from a snapshot has from it. What another tenant's snapshot may open of the host is not
+// inherited: decision 0008.
+func (f *frozen) inherited(who Caller) netpolicy.Policy {
 	p := f.network
 	p.Privileged = p.Privileged && who.Tenant == f.tenant
+	return p
+}
+
+// network is the policy for children of a snapshot: the one that was asked for, or else the one that they inherit.
+func (m *Manager) network(who Caller, f *frozen, asked *netpolicy.Policy) (netpolicy.Policy, error) {
+	p := f.inherited(who)
 	if asked != nil {
 		p = *asked
 	}

@@ -18,6 +18,7 @@ import (
 	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/snapshot"
 	"github.com/forkd/forkd/internal/store"
+	"github.com/forkd/forkd/internal/vmm"
 	"github.com/forkd/forkd/internal/vmm/vmmtest"
 )
 
@@ -97,6 +98,7 @@ type options struct {
 	failpoints *failpoint.Set
 	killAll    bool
 	log        *slog.Logger
+	networks   *testNetworks // nil: none
 }
 
 // open starts a daemon in the world. It has not recovered yet.
@@ -109,6 +111,9 @@ func (w *world) open(o options) (*daemon, error) {
 	if err != nil {
 		return nil, errors.Join(err, db.Close())
 	}
+	if o.networks != nil {
+		o.fake.Info.Features = vmm.Features{Console: true, Files: true, Layers: true, Live: true, Net: true}
+	}
 	d := &daemon{w: w, fake: w.fake(o.fake), db: db, cache: memory.NewCache(1 << 30), events: &eventLog{}}
 	if o.limits.LaunchTimeout == 0 {
 		o.limits.LaunchTimeout = 20 * time.Second
@@ -117,8 +122,12 @@ func (w *world) open(o options) (*daemon, error) {
 		o.limits.MemoryBudget = 1 << 40
 	}
 	o.limits.MinMemMiB = 1 // fake guests need no more
-	d.Manager, err = New(Config{Engine: d.fake, Images: testImages{w.images()}, Snapshots: snaps, Memory: d.cache, DB: db, RunDir: w.run(),
-		Limits: o.limits, Log: o.log, Events: d.events.add, Failpoints: o.failpoints, KillOnShutdown: o.killAll})
+	cfg := Config{Engine: d.fake, Images: testImages{w.images()}, Snapshots: snaps, Memory: d.cache, DB: db, RunDir: w.run(),
+		Limits: o.limits, Log: o.log, Events: d.events.add, Failpoints: o.failpoints, KillOnShutdown: o.killAll}
+	if o.networks != nil {
+		cfg.Networks = o.networks
+	}
+	d.Manager, err = New(cfg)
 	if err != nil {
 		return nil, errors.Join(err, db.Close())
 	}
