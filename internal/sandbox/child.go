@@ -32,6 +32,9 @@ type child struct {
 	dials   atomic.Int32  // connections to it that are being made
 	heard   *hearing
 
+	// It may have a network that an earlier daemon made, and this one, without networks, can't change.
+	unreachable bool
+
 	life context.Context // ends when the machine is not its sandbox's any more; its cause is an *Error
 	end  context.CancelCauseFunc
 }

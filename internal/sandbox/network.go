@@ -113,6 +113,7 @@ func (c *child) disconnect() {
 // reconnect takes over the network of a machine that outlived the daemon. Without networks now, the kernel goes on to hold its policy.
 func (m *Manager) reconnect(c *child, p netpolicy.Policy) error {
 	if m.cfg.Networks == nil {
+		c.unreachable = true
 		return nil
 	}
 	network, err := m.cfg.Networks.Adopt(c.machine.Process().PID, p)
@@ -140,7 +141,7 @@ func (m *Manager) SetNetwork(ctx context.Context, id string, p netpolicy.Policy)
 	if err := m.checkNetwork("sandbox "+b.id, b.frozen.manifest.Shape.Net, p); err != nil {
 		return Sandbox{}, err
 	}
-	if err := m.setNetwork(context.WithoutCancel(ctx), b, p); err != nil {
+	if err := m.setNetwork(ctx, b, p); err != nil {
 		return Sandbox{}, fault(err, "network of sandbox %s", id)
 	}
 	return b.view(), nil
@@ -148,34 +149,60 @@ func (m *Manager) SetNetwork(ctx context.Context, id string, p netpolicy.Policy)
 
 // setNetwork records the policy and then has the kernel hold it. What could not be recorded or held is as before.
 func (m *Manager) setNetwork(ctx context.Context, b *box, p netpolicy.Policy) error {
-	b.mu.Lock()
-	defer b.mu.Unlock()
+	unlock, err := b.hold(ctx)
+	if err != nil {
+		return err
+	}
+	defer unlock()
 	if b.ending {
 		return context.Cause(b.life)
 	}
+	ctx = context.WithoutCancel(ctx)
 	var network Network
 	if State(b.rec.State) != StateSuspended {
 		c, err := b.runningLocked()
 		if err != nil {
 			return err
 		}
-		if network = c.network; network == nil && !p.IsNone() {
-			return newError(CodeNetworkUnavailable, m.cfg.NoNetworks, "fork its snapshot again", "sandbox %s runs without a network", b.id)
+		if network = c.network; network == nil && (c.unreachable || !p.IsNone() || p.BandwidthMbit > 0) {
+			return m.noNetwork(b, c)
 		}
 	}
 	old := b.rec.Network
 	if err := m.db.SetNetwork(ctx, b.id, p); err != nil {
 		return err
 	}
-	err := m.hit(ctx, pointNetworkRecorded)
-	if err == nil && network != nil {
-		err = network.SetPolicy(ctx, p)
-	}
-	if err != nil {
-		return errors.Join(err, m.db.SetNetwork(ctx, b.id, old))
+	if network != nil {
+		if err := network.SetPolicy(ctx, p); err != nil {
+			return errors.Join(err, m.db.SetNetwork(ctx, b.id, old))
+		}
 	}
 	b.rec.Network = p
-	return m.hit(ctx, pointNetworkHeld) // it is done all the same
+	return nil
+}
+
+// hold takes b.mu. A sandbox that is suspended is not being resumed then: its machine would run with the policy before.
+func (b *box) hold(ctx context.Context) (unlock func(), err error) {
+	b.mu.Lock()
+	if State(b.rec.State) != StateSuspended {
+		return b.mu.Unlock, nil
+	}
+	b.mu.Unlock()
+	unfreeze, err := b.lock(ctx)
+	if err != nil {
+		return nil, err
+	}
+	b.mu.Lock()
+	return func() { b.mu.Unlock(); unfreeze() }, nil
+}
+
+// noNetwork says why the policy of a sandbox that runs can't be changed.
+func (m *Manager) noNetwork(b *box, c *child) error {
+	if c.unreachable {
+		return newError(CodeNetworkUnavailable, m.cfg.NoNetworks, "start the daemon with networks, or kill the sandbox: until then it may reach what it could before",
+			"the network of sandbox %s was made by an earlier daemon, and this one has none", b.id)
+	}
+	return newError(CodeNetworkUnavailable, m.cfg.NoNetworks, "fork its snapshot again", "sandbox %s runs without a network", b.id)
 }
 
 // NetworkStatus tells what a sandbox may reach, and what it tried in vain.
@@ -190,12 +217,8 @@ func (m *Manager) NetworkStatus(ctx context.Context, id string) (netpolicy.Statu
 	if c == nil || c.network == nil {
 		return netpolicy.Status{Policy: policy}, nil
 	}
-	status, err := c.network.Status()
-	if err != nil {
-		return status, fault(err, "network of sandbox %s", id)
-	}
-	status.Policy = policy
-	return status, nil
+	status, err := c.network.Status() // with the policy that is held, whatever was recorded
+	return status, fault(err, "network of sandbox %s", id)
 }
 
 // dialLimit is how long a guest may take to accept a connection.

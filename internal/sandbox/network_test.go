@@ -6,9 +6,11 @@ import (
 	"net"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/forkd/forkd/internal/failpoint"
 	"github.com/forkd/forkd/internal/netpolicy"
 	"github.com/forkd/forkd/internal/vmm"
 )
@@ -109,5 +111,65 @@ func TestPrivilegeStaysWithItsTenant(t *testing.T) {
 		if diff := cmp.Diff([]netpolicy.Policy{want, want, want, want}, networks.policies()); diff != "" {
 			t.Errorf("%s: what machines may reach (-want +got):\n%s", tenant, diff)
 		}
+	}
+}
+
+// TestPolicyDuringResume sets a policy while the machine that it is for is being started: whoever is told that it is set must find it held.
+func TestPolicyDuringResume(t *testing.T) {
+	points := failpoint.New()
+	d := newWorld(t).start(t, options{networks: &testNetworks{}, failpoints: points})
+	d.snapshot(t, "base", nil)
+	box := d.fork(t, "base", 1, func(r *ForkRequest) { r.Network = &reachAll })[0]
+	d.suspend(t, box.ID)
+	if _, err := d.SetNetwork(t.Context(), box.ID, reachAll); err != nil { // nothing is in the way of that
+		t.Fatal(err)
+	}
+	set := make(chan error, 1)
+	points.On(pointResumeIdentified, 1, func(ctx context.Context) error {
+		go func() {
+			_, err := d.SetNetwork(context.WithoutCancel(ctx), box.ID, reachNone)
+			set <- err
+		}()
+		select {
+		case err := <-set:
+			set <- err // at once: it must be held all the same
+		case <-time.After(time.Second): // it waits for us
+		}
+		return nil
+	})
+	d.resume(t, box.ID)
+	if err := <-set; err != nil {
+		t.Fatalf("SetNetwork: %v", err)
+	}
+	if got := d.holds(t, box.ID); !got.IsNone() {
+		t.Errorf("after none was set during a resumption its network holds %s", got)
+	}
+}
+
+// TestPolicyWithoutNetworks changes policies with a daemon that has no networks: those of machines that had one before it came can't be changed, and
+// nobody may be told that they were.
+func TestPolicyWithoutNetworks(t *testing.T) {
+	w := newWorld(t)
+	d := w.start(t, options{networks: &testNetworks{}})
+	d.snapshot(t, "base", nil)
+	before := d.fork(t, "base", 1, func(r *ForkRequest) { r.Network = &reachAll })[0]
+	d.stop(t)
+	d = w.start(t, options{})
+	_, err := d.SetNetwork(t.Context(), before.ID, reachNone)
+	checkCode(t, "none for a sandbox that has a network", err, CodeNetworkUnavailable)
+	if got := d.holds(t, before.ID); got.Mode != netpolicy.Open {
+		t.Errorf("what it may reach: got %s, want open as before", got)
+	}
+	after := d.fork(t, "base", 1, func(r *ForkRequest) { r.Network = &reachNone })[0]
+	if _, err := d.SetNetwork(t.Context(), after.ID, reachNone); err != nil {
+		t.Errorf("none for a sandbox that was never plugged in: %v", err)
+	}
+	d.stop(t)
+	d = w.start(t, options{networks: &testNetworks{}})
+	if _, err := d.SetNetwork(t.Context(), before.ID, reachNone); err != nil {
+		t.Errorf("none, with networks again: %v", err)
+	}
+	if got := d.holds(t, before.ID); !got.IsNone() {
+		t.Errorf("what it may reach: got %s, want none", got)
 	}
 }
