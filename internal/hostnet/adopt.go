@@ -25,7 +25,7 @@ func (n *Network) Adopt(pid int, p netpolicy.Policy) (*Slot, error) {
 		_ = ns.Close()
 		return nil, err
 	}
-	s := &Slot{net: n, ns: ns, denials: &denials{}, learned: newAnswers()}
+	s := &Slot{net: n, ns: ns, denials: &denials{}, learned: newAnswers(), limited: unknown}
 	if err := s.takeOver(p); err != nil {
 		s.let()
 		return nil, fmt.Errorf("network of process %d: %w", pid, err)
@@ -88,10 +88,7 @@ func (s *Slot) takeOver(p netpolicy.Policy) (err error) {
 	if err := s.net.openHost(s.number, s.applied.named(), s.net.hostAddrs()); err != nil {
 		return err
 	}
-	if !p.IsNone() {
-		s.names, err = startResolver(s)
-	}
-	return err
+	return s.answer(p)
 }
 
 // readHeld finds out which policy the namespace's table holds. One that has never had any is as it was made.
@@ -130,35 +127,18 @@ func (s *Slot) replaceUnknown(p netpolicy.Policy, mark uint32) error {
 	if err != nil {
 		return err
 	}
-	host := s.net.hostAddrs()
-	if err := s.net.openHost(s.number, next.named(), host); err != nil {
-		return err
-	}
-	s.conn.AddChain(&nftables.Chain{Name: chainReplies, Table: table()})
-	for _, name := range policyChains {
-		s.conn.FlushChain(&nftables.Chain{Name: name, Table: table()})
-	}
-	for _, c := range chains {
-		if _, _, seal := readSeal(c.Name); seal && c.Table.Name == tableName {
-			s.conn.DelChain(&nftables.Chain{Name: c.Name, Table: table()})
+	return s.put(next, func() {
+		for _, c := range chains {
+			if _, _, seal := readSeal(c.Name); seal && c.Table.Name == tableName {
+				s.conn.DelChain(&nftables.Chain{Name: c.Name, Table: table()})
+			}
 		}
-	}
-	for _, set := range sets {
-		if isDomainSet(set.Name) {
-			s.conn.DelSet(&nftables.Set{Name: set.Name, Table: table()})
+		for _, set := range sets {
+			if isDomainSet(set.Name) {
+				s.conn.DelSet(&nftables.Set{Name: set.Name, Table: table()})
+			}
 		}
-	}
-	if err := s.limit(p.BandwidthMbit); err != nil {
-		return err
-	}
-	if err := next.replace(s.conn, nil, host, s.learned); err != nil {
-		return err
-	}
-	s.applied = next
-	if !p.IsNone() {
-		s.names, err = startResolver(s)
-	}
-	return err
+	})
 }
 
 // readLearned reads which addresses the domains have led to. Which of the names below a wildcard it was is not known any more.

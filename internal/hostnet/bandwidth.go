@@ -8,6 +8,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// unknown is the bandwidth of a slot that an earlier daemon made.
+const unknown = -1
+
 // limit bounds what goes in and out, each in its direction. 0 takes the bound back. Preconditions: s.mu is held.
 func (s *Slot) limit(mbit int) error {
 	if mbit == s.limited {

@@ -84,8 +84,9 @@ func readSeal(chain string) (mark uint32, policy string, ok bool) {
 	return uint32(n), policy, ok && ok2 && err == nil
 }
 
-// replace makes a policy the one that a table holds, in one step. names are what the guest's names have led to so far.
-func (a *applied) replace(conn *nftables.Conn, old *applied, host []netip.Addr, names *answers) error {
+// replace makes a policy the one that a table holds, in one step. forget is called to add what removes the one before to the step. names are what the
+// guest's names have led to so far.
+func (a *applied) replace(conn *nftables.Conn, forget func(), host []netip.Addr, names *answers) error {
 	r := &ruleset{conn: conn}
 	t := table()
 	for _, name := range []string{chainReplies, chainCrowd} {
@@ -100,14 +101,20 @@ func (a *applied) replace(conn *nftables.Conn, old *applied, host []netip.Addr, 
 	}
 	a.addRules(r, t, host)
 	conn.AddChain(&nftables.Chain{Name: a.seal(), Table: t})
-	if old != nil {
-		conn.DelChain(&nftables.Chain{Name: old.seal(), Table: t})
-		for _, d := range old.domains {
-			conn.DelSet(old.domainSet(d))
-			conn.DelSet(old.heldSet(d))
-		}
-	}
+	forget()
 	return r.flush()
+}
+
+// forget removes what a policy has in a table beside the rules; of nil, nothing.
+func (a *applied) forget(conn *nftables.Conn) {
+	if a == nil {
+		return
+	}
+	conn.DelChain(&nftables.Chain{Name: a.seal(), Table: table()})
+	for _, d := range a.domains {
+		conn.DelSet(a.domainSet(d))
+		conn.DelSet(a.heldSet(d))
+	}
 }
 
 // policyChains are those that a policy fills.

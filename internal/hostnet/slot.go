@@ -30,7 +30,7 @@ type Slot struct {
 	names    *resolver
 	denials  *denials // of names
 	learned  *answers
-	limited  int // bandwidth that is set, in Mbit/s
+	limited  int // bandwidth that is set, in Mbit/s; unknown: what an earlier daemon set
 	released bool
 }
 
@@ -140,26 +140,44 @@ func (s *Slot) setLocked(p netpolicy.Policy) error {
 	if err != nil {
 		return err
 	}
+	was := s.applied
+	if err := s.put(next, func() { was.forget(s.conn) }); err != nil {
+		return err
+	}
+	if was != nil {
+		s.endForbidden()
+	}
+	return nil
+}
+
+// put has the kernel hold a policy in the place of what it holds: the one way for a policy that is set, and for one that an earlier daemon did.
+// forget adds to the step what removes the one before. Preconditions: s.mu is held.
+func (s *Slot) put(next *applied, forget func()) error {
 	// The way to the host is opened first and closed last: what is between is kept by the namespace's rules.
 	host := s.net.hostAddrs()
 	if err := s.net.openHost(s.number, next.named(), host); err != nil {
 		return fmt.Errorf("network policy: the host's rules: %w", err)
 	}
-	if err := s.limit(p.BandwidthMbit); err != nil {
+	if err := s.limit(next.policy.BandwidthMbit); err != nil {
 		return err
 	}
-	if !p.IsNone() && s.names == nil {
-		if s.names, err = startResolver(s); err != nil {
-			return fmt.Errorf("network policy: resolver: %w", err)
-		}
+	if err := s.answer(next.policy); err != nil {
+		return err
 	}
-	if err := next.replace(s.conn, s.applied, host, s.learned); err != nil {
+	if err := next.replace(s.conn, forget, host, s.learned); err != nil {
 		return fmt.Errorf("network policy: %w", err)
 	}
-	was := s.applied
 	s.applied = next
-	if was != nil {
-		s.endForbidden()
+	return nil
+}
+
+// answer has the guest's questions for names answered if the policy p needs that.
+func (s *Slot) answer(p netpolicy.Policy) (err error) {
+	if p.IsNone() || s.names != nil {
+		return nil
+	}
+	if s.names, err = startResolver(s); err != nil {
+		return fmt.Errorf("network policy: resolver: %w", err)
 	}
 	return nil
 }
