@@ -87,21 +87,27 @@ func (l Limit) Limiter() *rate.Limiter {
 	if l.Rate <= 0 {
 		return nil
 	}
-	burst := l.Burst
-	if burst <= 0 {
-		burst = max(int(2*l.Rate), 1)
-	}
-	return rate.NewLimiter(rate.Limit(l.Rate), burst)
+	return rate.NewLimiter(rate.Limit(l.Rate), l.burst())
 }
 
 // Ring is all keys of a daemon. Its methods may be called concurrently.
 type Ring struct {
-	db    *store.DB
+	db    records
 	limit Limit
 	now   func() time.Time
+	most  int // keys of a tenant that are good, and that are not
 
-	mu   sync.RWMutex
+	change sync.Mutex // held over a change, in the database and in memory; taken before mu
+
+	mu   sync.RWMutex // never held over what may take time: every request needs it
 	byID map[string]*entry
+}
+
+// records are what outlives the daemon.
+type records interface {
+	AddKey(context.Context, store.Key) error
+	RevokeKey(ctx context.Context, id string, at time.Time) error
+	RemoveKey(ctx context.Context, id string) error
 }
 
 type entry struct {
@@ -112,7 +118,7 @@ type entry struct {
 
 // Open reads the keys. limit is for keys that have none of their own.
 func Open(ctx context.Context, db *store.DB, limit Limit) (*Ring, error) {
-	r := &Ring{db: db, limit: limit, now: time.Now, byID: map[string]*entry{}}
+	r := &Ring{db: db, limit: limit, now: time.Now, most: maxPerTenant, byID: map[string]*entry{}}
 	recs, err := db.Keys(ctx)
 	if err != nil {
 		return nil, err
@@ -202,6 +208,8 @@ type Request struct {
 	MaxSandboxes int
 	Rate         float64
 	Burst        int
+
+	By *Key // whose limits it can't exceed; nil: those of nobody
 }
 
 var (
@@ -227,34 +235,51 @@ func (q Request) check(now time.Time) error {
 	return nil
 }
 
-// Create makes a key. The token is returned here and never again.
+// Create makes a key. The token is returned here and never again. Errors wrap ErrInvalid, ErrExists, ErrBeyond or ErrTooMany.
 func (r *Ring) Create(ctx context.Context, q Request) (k Key, token string, err error) {
 	if err := q.check(r.now()); err != nil {
 		return Key{}, "", err
+	}
+	if q.By != nil {
+		if err := q.bind(*q.By, r.inherit(*q.By)); err != nil {
+			return Key{}, "", err
+		}
 	}
 	id, secret := randomHex(idBytes), randomHex(secretBytes)
 	token = prefix + id + "_" + secret
 	rec := store.Key{ID: id, Name: q.Name, Tenant: q.Tenant, Scope: string(q.Scope), Hash: sha256.Sum256([]byte(token)), CreatedAt: r.now(),
 		ExpiresAt: q.ExpiresAt, MaxSandboxes: q.MaxSandboxes, Rate: q.Rate, Burst: q.Burst}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if err := r.db.AddKey(context.WithoutCancel(ctx), rec); err != nil {
+	ctx = context.WithoutCancel(ctx)
+	r.change.Lock()
+	defer r.change.Unlock()
+	if err := r.makeRoom(ctx, q.Tenant); err != nil {
+		return Key{}, "", err
+	}
+	if err := r.db.AddKey(ctx, rec); err != nil {
 		if errors.Is(err, store.ErrExists) {
 			return Key{}, "", fmt.Errorf("%w: tenant %s has a key named %s", ErrExists, q.Tenant, q.Name)
 		}
 		return Key{}, "", err
 	}
 	e := r.entry(rec)
-	r.byID[id] = e
+	r.put(id, e)
 	return e.live.Key, token, nil
+}
+
+func (r *Ring) put(id string, e *entry) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.byID[id] = e
 }
 
 // Revoke makes a key of a tenant, found by its id, good for nothing, now and for ever; with tenant "" it may be anybody's. A key that was revoked
 // before stays so.
 func (r *Ring) Revoke(ctx context.Context, tenant, id string) (Key, error) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
+	r.change.Lock()
+	defer r.change.Unlock()
+	r.mu.RLock()
 	e, ok := r.byID[id]
+	r.mu.RUnlock()
 	if !ok || tenant != "" && e.live.Tenant != tenant {
 		return Key{}, fmt.Errorf("%w: %.80q", ErrNotFound, id)
 	}
@@ -269,7 +294,7 @@ func (r *Ring) Revoke(ctx context.Context, tenant, id string) (Key, error) {
 	// A new entry: the old one is read without the lock.
 	again := *e
 	again.live.RevokedAt = now
-	r.byID[id] = &again
+	r.put(id, &again)
 	return again.live.Key, nil
 }
 

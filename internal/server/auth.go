@@ -27,6 +27,7 @@ type principal struct {
 	expires time.Time       // zero: never
 	life    context.Context // ends when it may do nothing any more; nil: never
 	limiter *rate.Limiter   // nil: no limit
+	key     *keys.Key       // nil: none
 }
 
 // operator is somebody who has all of the host's own.
@@ -35,7 +36,7 @@ func operator(name string) principal {
 }
 
 func ofKey(k keys.Live) principal {
-	return principal{name: "key " + k.ID + " (" + k.Name + ")", tenant: k.Tenant, scope: k.Scope, expires: k.ExpiresAt, life: k.Life, limiter: k.Limiter,
+	return principal{name: "key " + k.ID + " (" + k.Name + ")", tenant: k.Tenant, scope: k.Scope, expires: k.ExpiresAt, life: k.Life, limiter: k.Limiter, key: &k.Key,
 		caller: sandbox.Caller{Tenant: k.Tenant, KeyID: k.ID, MaxSandboxes: k.MaxSandboxes}}
 }
 

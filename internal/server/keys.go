@@ -51,7 +51,7 @@ func (s *Server) createKey(w http.ResponseWriter, r *http.Request) error {
 	if own := reach(who); own != "" && body.Tenant != own {
 		return &sandbox.Error{Code: codeForbidden, Message: "keys of other tenants are made by the host's administrators", Hint: "leave tenant out"}
 	}
-	req := keys.Request{Name: body.Name, Tenant: body.Tenant, Scope: keys.Scope(body.Scope), MaxSandboxes: body.MaxSandboxes, Rate: body.RatePerSec, Burst: body.Burst}
+	req := keys.Request{By: who.key, Name: body.Name, Tenant: body.Tenant, Scope: keys.Scope(body.Scope), MaxSandboxes: body.MaxSandboxes, Rate: body.RatePerSec, Burst: body.Burst}
 	if body.ExpiresAtUnix < 0 || body.ExpiresAtUnix > maxUnix {
 		return invalid("seconds since 1970, 0 for never", "field %q is %d", "expires_at_unix", body.ExpiresAtUnix)
 	}
@@ -94,6 +94,10 @@ func keyFault(err error) error {
 		return &sandbox.Error{Code: sandbox.CodeInvalidArgument, Message: err.Error()}
 	case errors.Is(err, keys.ErrExists):
 		return &sandbox.Error{Code: codeKeyExists, Message: err.Error(), Hint: "choose another name, or revoke that one"}
+	case errors.Is(err, keys.ErrBeyond):
+		return &sandbox.Error{Code: codeForbidden, Message: err.Error(), Hint: "ask for less, or ask who runs the daemon"}
+	case errors.Is(err, keys.ErrTooMany):
+		return &sandbox.Error{Code: sandbox.CodeQuotaExceeded, Message: err.Error(), Hint: "revoke those that nobody needs: `forkd key ls`, `forkd key revoke`"}
 	case errors.Is(err, keys.ErrNotFound):
 		return &sandbox.Error{Code: codeKeyNotFound, Message: err.Error(), Hint: "`forkd key ls` lists the keys"}
 	}

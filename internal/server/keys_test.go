@@ -95,6 +95,23 @@ func TestRevokeEndsRequests(t *testing.T) {
 	}
 }
 
+// A limited key makes no unlimited ones.
+func TestKeysOfLimitedKeys(t *testing.T) {
+	t.Parallel()
+	ring := newRing(t, keys.Limit{})
+	_, token := newKey(t, ring, keys.Request{Name: "admin", Tenant: "acme", Scope: keys.Admin, MaxSandboxes: 3, Rate: 1000})
+	f := newFixture(t, func(c *Config) { c.Keys = ring })
+	auth := []string{"Authorization", "Bearer " + token}
+	if got := f.do(t, "POST", "/v1/keys", `{"name": "a", "scope": "run"}`, auth...); got.status != 201 || !strings.Contains(got.body, `"max_sandboxes":3`) || !strings.Contains(got.body, `"rate_per_sec":1000`) {
+		t.Errorf("nothing said = %d %s, want its own limits", got.status, got.body)
+	}
+	for _, more := range []string{`"max_sandboxes": 4`, `"rate_per_sec": 1001`} {
+		if got := f.do(t, "POST", "/v1/keys", `{"name": "b", "scope": "run", `+more+`}`, auth...); got.status != 403 || got.code() != "forbidden" {
+			t.Errorf("%s = %d %s, want 403", more, got.status, got.body)
+		}
+	}
+}
+
 // Administrators of a tenant make and see its keys, and nobody else's.
 func TestKeysOfTenants(t *testing.T) {
 	t.Parallel()

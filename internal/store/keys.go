@@ -37,6 +37,14 @@ func (db *DB) RevokeKey(ctx context.Context, id string, at time.Time) error {
 	})
 }
 
+// RemoveKey forgets a key.
+func (db *DB) RemoveKey(ctx context.Context, id string) error {
+	return db.tx(ctx, "forget key "+id, func(tx *sql.Tx) error {
+		_, err := tx.ExecContext(ctx, `DELETE FROM keys WHERE id = ?`, id)
+		return err
+	})
+}
+
 // Keys returns all keys, those that expired or were revoked too, oldest first.
 func (db *DB) Keys(ctx context.Context) ([]Key, error) {
 	rows, err := db.reader.QueryContext(ctx, `SELECT id, name, tenant, scope, hash, created_ns, expires_ns, revoked_ns, max_sandboxes, rate, burst
