@@ -177,7 +177,7 @@ func TestEveryPointFails(t *testing.T) {
 		t.Run(strings.TrimPrefix(point, "sandbox."), func(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t)
-			first := w.start(t, options{})
+			first := w.start(t, options{networks: &testNetworks{}})
 			boxes := populate(t, first)
 			first.stop(t)
 
@@ -189,7 +189,7 @@ func TestEveryPointFails(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			d := w.start(t, options{failpoints: points})
+			d := w.start(t, options{networks: &testNetworks{}, failpoints: points})
 			err = scenarios()[scenarioOf(point)](t.Context(), d)
 			if points.Hits(point) == 0 {
 				t.Fatalf("the point was never passed; those that were: %v", points.Passed())
@@ -212,12 +212,12 @@ func TestEveryPointKills(t *testing.T) {
 		t.Run(strings.TrimPrefix(point, "sandbox."), func(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t)
-			first := w.start(t, options{})
+			first := w.start(t, options{networks: &testNetworks{}})
 			boxes := populate(t, first)
 			first.stop(t)
 
 			w.crash(t, scenarioOf(point), point+"=kill")
-			d := w.start(t, options{})
+			d := w.start(t, options{networks: &testNetworks{}})
 			checkOutcome(t, d, afterCrash(point), boxes)
 		})
 	}

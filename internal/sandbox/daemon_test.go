@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"github.com/forkd/forkd/internal/failpoint"
-	"github.com/forkd/forkd/internal/netpolicy"
 )
 
 // The test binary runs as a daemon when these are set. Their names must not begin with FORKD_: machines are found by such variables.
@@ -41,7 +40,7 @@ func runDaemon(w *world) error {
 	if err := points.Check(Points()...); err != nil {
 		return err
 	}
-	d, err := w.open(options{failpoints: points, log: slog.New(slog.NewTextHandler(os.Stderr, nil))})
+	d, err := w.open(options{networks: &testNetworks{}, failpoints: points, log: slog.New(slog.NewTextHandler(os.Stderr, nil))})
 	if err != nil {
 		return err
 	}
@@ -124,7 +123,7 @@ func scenarios() map[string]func(context.Context, *daemon) error {
 			if err != nil {
 				return err
 			}
-			_, err = d.SetNetwork(ctx, all[0].ID, netpolicy.Policy{})
+			_, err = d.SetNetwork(ctx, all[0].ID, reachAll)
 			return err
 		},
 		"delete": func(ctx context.Context, d *daemon) error {

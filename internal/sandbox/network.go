@@ -172,13 +172,15 @@ func (m *Manager) setNetwork(ctx context.Context, b *box, p netpolicy.Policy) er
 	if err := m.db.SetNetwork(ctx, b.id, p); err != nil {
 		return err
 	}
-	if network != nil {
-		if err := network.SetPolicy(ctx, p); err != nil {
-			return errors.Join(err, m.db.SetNetwork(ctx, b.id, old))
-		}
+	err = m.hit(ctx, pointNetworkRecorded)
+	if err == nil && network != nil {
+		err = network.SetPolicy(ctx, p)
+	}
+	if err != nil {
+		return errors.Join(err, m.db.SetNetwork(ctx, b.id, old))
 	}
 	b.rec.Network = p
-	return nil
+	return m.hit(ctx, pointNetworkHeld) // it is done all the same
 }
 
 // hold takes b.mu. A sandbox that is suspended is not being resumed then: its machine would run with the policy before.

@@ -215,11 +215,15 @@ func TestMonitorsKilled(t *testing.T) {
 // TestGuestEnds: guests end in their own ways, and their sandboxes with them, with a reason and the last words on the console.
 func TestGuestEnds(t *testing.T) {
 	d := sharedDaemon(t)
-	tests := []struct{ name, command, console string }{
-		{"powers off", "echo o >/proc/sysrq-trigger; sleep 60", ""},
-		{"reboots", "echo b >/proc/sysrq-trigger; sleep 60", ""},
-		{"panics", "echo c >/proc/sysrq-trigger; sleep 60", "Kernel panic"},
-		{"kills its agent", "kill -ABRT 1; sleep 60", "Attempted to kill init"},
+	tests := []struct {
+		name, command, console string
+		state                  api.SandboxInfoState
+		reason                 string
+	}{
+		{"powers off", "echo o >/proc/sysrq-trigger; sleep 60", "", api.SandboxInfoStateStopped, "the guest shut down"},
+		{"reboots", "echo b >/proc/sysrq-trigger; sleep 60", "", api.SandboxInfoStateStopped, "the guest shut down"},
+		{"panics", "echo c >/proc/sysrq-trigger; sleep 60", "Kernel panic", api.SandboxInfoStateFailed, "the guest's kernel panicked: sysrq triggered crash"},
+		{"kills its agent", "kill -ABRT 1; sleep 60", "Attempted to kill init", api.SandboxInfoStateFailed, "the guest's kernel panicked: Attempted to kill init"},
 	}
 	sibling := d.fork1()
 	for _, tt := range tests {
@@ -231,7 +235,7 @@ func TestGuestEnds(t *testing.T) {
 			if !client.IsCode(err, "sandbox_gone") && !client.IsCode(err, "guest_unreachable") {
 				t.Errorf("the command that ended the guest: got %v, want the sandbox gone", err)
 			}
-			g.awaitEnd(api.SandboxInfoStateStopped, "the guest shut down")
+			g.awaitEnd(tt.state, tt.reason)
 			if console := d.must("logs", g.ID); !strings.Contains(console, tt.console) {
 				t.Errorf("the console lacks %q:\n%s", tt.console, console)
 			}
