@@ -15,6 +15,7 @@ import (
 	"github.com/forkd/forkd/internal/audit"
 	"github.com/forkd/forkd/internal/confine"
 	"github.com/forkd/forkd/internal/failpoint"
+	"github.com/forkd/forkd/internal/filelock"
 	"github.com/forkd/forkd/internal/hostnet"
 	"github.com/forkd/forkd/internal/image"
 	"github.com/forkd/forkd/internal/image/agentbin"
@@ -292,9 +293,13 @@ func (d *daemon) lock(path string) error {
 		return fmt.Errorf("lock the data directory: %w", err)
 	}
 	d.closers = append(d.closers, f.Close)
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+	err = filelock.Soon(f)
+	if errors.Is(err, filelock.ErrHeld) {
 		return &codedError{code: exitError, err: fmt.Errorf("the data in %s is in use by another daemon", filepath.Dir(path)),
 			hint: "use that daemon, stop it, or give this one a --data and a --run of its own"}
+	}
+	if err != nil {
+		return fmt.Errorf("lock the data directory: %w", err)
 	}
 	return nil
 }

@@ -23,7 +23,7 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/sys/unix"
+	"github.com/forkd/forkd/internal/filelock"
 )
 
 // Entry is a line of the record. Seq, Time if it is zero, and Prev are set by Append.
@@ -376,8 +376,8 @@ func (l *Log) Close() error {
 
 // lock makes sure that a record has one writer.
 func lock(f *os.File) error {
-	err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-	if errors.Is(err, unix.EWOULDBLOCK) {
+	err := filelock.Soon(f)
+	if errors.Is(err, filelock.ErrHeld) {
 		return errors.New("another process keeps it")
 	}
 	return err

@@ -12,8 +12,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/forkd/forkd/internal/filelock"
 	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/snapshot"
 	"github.com/forkd/forkd/internal/store"
@@ -126,30 +125,15 @@ func (m *Manager) lockRunDir() error {
 	if err != nil {
 		return fmt.Errorf("lock run directory: %w", err)
 	}
-	if err := lockSoon(f); err != nil {
+	if err := filelock.Soon(f); err != nil {
 		_ = f.Close()
-		if errors.Is(err, unix.EWOULDBLOCK) {
+		if errors.Is(err, filelock.ErrHeld) {
 			return fmt.Errorf("run directory %s belongs to another forkd daemon that runs: stop that one, or choose another directory", m.cfg.RunDir)
 		}
 		return fmt.Errorf("lock run directory: %w", err)
 	}
 	m.lock = f
 	return nil
-}
-
-// lockGrace is how long a run directory may stay locked after its daemon has ended: until a process that it was just starting is itself.
-const lockGrace = 500 * time.Millisecond
-
-// lockSoon locks a file, which can't be awaited with a limit.
-func lockSoon(f *os.File) error {
-	ctx, cancel := context.WithTimeout(context.Background(), lockGrace)
-	defer cancel()
-	for pause := time.Millisecond; ; pause *= 2 {
-		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		if !errors.Is(err, unix.EWOULDBLOCK) || !pauseFor(ctx, pause) {
-			return err
-		}
-	}
 }
 
 // TrialsDir is where, below a run directory, an engine makes the directories of machines that it tries a monitor with. New ends those that are left.
