@@ -13,7 +13,9 @@ import (
 // TestAdopt takes over networks that an earlier daemon made, with the policy that they hold and with another one: whatever is set then, nothing is left
 // of what that daemon set.
 func TestAdopt(t *testing.T) {
-	inOwnHost(t)
+	if outside(t) {
+		return
+	}
 	made := netpolicy.Policy{Mode: netpolicy.Allow, Rules: []string{"example.com"}, BandwidthMbit: 10}
 	for _, found := range []netpolicy.Policy{made, {Mode: netpolicy.Open}, {}} {
 		t.Run(found.String(), func(t *testing.T) {

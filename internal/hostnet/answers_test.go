@@ -50,7 +50,9 @@ func TestAnswers(t *testing.T) {
 
 // TestManyAnswers: as many addresses as are remembered fit into the sets of a policy, whose messages to the kernel are bounded.
 func TestManyAnswers(t *testing.T) {
-	inOwnHost(t)
+	if outside(t) {
+		return
+	}
 	s := acquire(t, open(t, Config{}))
 	if err := s.SetPolicy(t.Context(), netpolicy.Policy{Mode: netpolicy.Allow, Rules: []string{"*"}}); err != nil {
 		t.Fatal(err)
@@ -75,7 +77,9 @@ func TestManyAnswers(t *testing.T) {
 
 // TestLearn lets an address be reached for longer when its name is asked for again.
 func TestLearn(t *testing.T) {
-	inOwnHost(t)
+	if outside(t) {
+		return
+	}
 	s := acquire(t, open(t, Config{}))
 	addr := netip.MustParseAddr("198.51.100.7")
 	if err := s.SetPolicy(t.Context(), netpolicy.Policy{Mode: netpolicy.Allow, Rules: []string{"example.com", "*.com:443"}}); err != nil {

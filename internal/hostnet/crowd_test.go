@@ -24,7 +24,9 @@ func datagram(from uint16) []byte {
 
 // TestConnectionsAreBounded: a guest that may go everywhere has so many connections at a time and no more, whatever its policy was before.
 func TestConnectionsAreBounded(t *testing.T) {
-	inOwnHost(t)
+	if outside(t) {
+		return
+	}
 	s := acquire(t, open(t, Config{}))
 	guest := takeTap(t, s)
 	const more = 100

@@ -47,7 +47,9 @@ func connecting(t *testing.T, s *Slot) (n int) {
 // TestDialsWaitWithoutThreads: a guest that accepts nothing keeps no thread of the daemon, however many connections wait for it, and they end with
 // who wanted them.
 func TestDialsWaitWithoutThreads(t *testing.T) {
-	inOwnHost(t)
+	if outside(t) {
+		return
+	}
 	s := acquire(t, open(t, Config{}))
 	const many = 60
 	ctx, cancel := context.WithCancel(t.Context())
@@ -75,7 +77,9 @@ func TestDialsWaitWithoutThreads(t *testing.T) {
 
 // TestDial: what Dial returns is a connection of TCP to somebody in the namespace.
 func TestDial(t *testing.T) {
-	inOwnHost(t)
+	if outside(t) {
+		return
+	}
 	s := acquire(t, open(t, Config{}))
 	in(t, s, "nft", "flush", "ruleset")
 	in(t, s, "ip", "addr", "add", guestAddr.String()+"/32", "dev", "lo")

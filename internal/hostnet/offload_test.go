@@ -22,7 +22,9 @@ const vnetHeader = 10
 // TestSegmentsEndInTheNamespace sends, as a guest can whose monitor opened the tap with offloads, a TCP packet that is to be cut to pieces and has no
 // checksum. On the host's side its pieces come out, whole and with checksums.
 func TestSegmentsEndInTheNamespace(t *testing.T) {
-	inOwnHost(t)
+	if outside(t) {
+		return
+	}
 	s := acquire(t, open(t, Config{}))
 	if err := s.SetPolicy(t.Context(), netpolicy.Policy{Mode: netpolicy.Open}); err != nil {
 		t.Fatal(err)
@@ -58,7 +60,9 @@ func TestSegmentsEndInTheNamespace(t *testing.T) {
 
 // TestTapKeepsItsNetwork: what was set up at a tap is there when a monitor has opened it by its name, and the policy can be changed.
 func TestTapKeepsItsNetwork(t *testing.T) {
-	inOwnHost(t)
+	if outside(t) {
+		return
+	}
 	s := acquire(t, open(t, Config{}))
 	if err := s.SetPolicy(t.Context(), netpolicy.Policy{Mode: netpolicy.Open, BandwidthMbit: 10}); err != nil {
 		t.Fatal(err)

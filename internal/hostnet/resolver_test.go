@@ -40,7 +40,9 @@ func TestRelevant(t *testing.T) {
 
 // TestResolver asks as a guest does: what is allowed is answered and may be reached for as long as the answer holds; all else does not exist.
 func TestResolver(t *testing.T) {
-	inOwnHost(t)
+	if outside(t) {
+		return
+	}
 	run(t, "ip", "link", "set", "lo", "up")
 	server, err := net.ListenPacket("udp", "127.0.0.1:53")
 	if err != nil {

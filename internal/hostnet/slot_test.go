@@ -31,7 +31,9 @@ func acquire(t *testing.T, n *Network) *Slot {
 
 // TestPolicies replaces one policy by another: the kernel takes them all, and keeps nothing of those before.
 func TestPolicies(t *testing.T) {
-	inOwnHost(t)
+	if outside(t) {
+		return
+	}
 	s := acquire(t, open(t, Config{}))
 	for _, p := range []netpolicy.Policy{
 		{Mode: netpolicy.Open},
