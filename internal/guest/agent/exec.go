@@ -271,14 +271,6 @@ func (c *command) collect() (timedOut bool) {
 		if n == 0 {
 			c.a.short.active() // it lasts
 		}
-		if n <= 0 && deadline > 0 && c.a.now() >= deadline {
-			if ended {
-				break
-			}
-			timedOut = true
-			deadline = 0
-			c.kill()
-		}
 		for i := range c.outs {
 			if err == nil && fds[i].Revents != 0 {
 				c.outs[i].drain()
@@ -290,6 +282,15 @@ func (c *command) collect() (timedOut bool) {
 		if err == nil && fds[2].Revents != 0 {
 			ended = true
 			deadline = c.a.after(c.a.limits.linger)
+		}
+		// Also when there is something to read: who writes without rest always has some.
+		if deadline > 0 && c.a.now() >= deadline {
+			if ended {
+				break
+			}
+			timedOut = true
+			deadline = 0
+			c.kill()
 		}
 	}
 	c.closeStdin()

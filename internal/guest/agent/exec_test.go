@@ -203,6 +203,26 @@ func TestExecIsNotHeldUpByABackgroundProcess(t *testing.T) {
 	_ = unix.Kill(pid, unix.SIGKILL)
 }
 
+// TestExecEndsWhoWritesWithoutRest: there is always something to read of four writers, when the time is over and when the command has ended.
+func TestExecEndsWhoWritesWithoutRest(t *testing.T) {
+	r := newRig(t, Options{}, func(a *Agent) { a.limits.linger = 50 * time.Millisecond })
+	dir := t.TempDir()
+	const writers = `for i in 1 2 3 4; do cat /dev/zero & echo $! >>"$D/pids"; done`
+	for end, timedOut := range map[string]bool{"wait": true, "exit 0": false} {
+		ctx, cancel := context.WithTimeout(testContext(t), 15*time.Second)
+		got, err := r.Exec(ctx, agentproto.ExecRequest{Args: []string{"sh", "-c", writers + "; " + end}, Env: []string{"D=" + dir}, TimeoutMS: 300, MaxOutput: 100})
+		cancel()
+		if err != nil || got.TimedOut != timedOut || !got.Truncated || len(got.Stdout) != 100 {
+			t.Errorf("%s: got %d bytes, timed out %v, truncated %v, %v; want 100, %v, true", end, len(got.Stdout), got.TimedOut, got.Truncated, err, timedOut)
+		}
+	}
+	pids, _ := os.ReadFile(dir + "/pids")
+	for _, text := range strings.Fields(string(pids)) {
+		pid, _ := strconv.Atoi(text)
+		_ = unix.Kill(pid, unix.SIGKILL)
+	}
+}
+
 func TestExecReadsOutputThatComesJustAfterTheEnd(t *testing.T) {
 	r := newRig(t, Options{}, func(a *Agent) { a.limits.linger = 20 * time.Second })
 	if got := string(r.sh("(sleep 0.2; echo late) & echo early").Stdout); got != "early\nlate\n" {
