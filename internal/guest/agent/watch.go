@@ -45,7 +45,7 @@ type watch struct {
 // victim is a process that the kernel killed for want of memory.
 type victim struct {
 	number       uint32 // counted from 1
-	pid, session int    // session 0: nobody knows
+	pid, session int    // session -1: nobody knows; 0 is that of processes whose leader is in another PID namespace, and the kernel's own
 }
 
 // start begins to watch. Preconditions: it is called once, before anything is served.
@@ -241,7 +241,7 @@ func (w *watch) blame(leader int, since uint32) (memory, disk bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, v := range w.recent {
-		memory = memory || v.number > since && (v.pid == leader || v.session == leader || v.session == 0)
+		memory = memory || v.number > since && (v.pid == leader || v.session == leader || v.session < 0)
 	}
 	return memory, w.told.DiskFull
 }
@@ -270,16 +270,19 @@ func killedForMemory(record string) (pid int, name string, ok bool) {
 	return pid, name[:min(len(name), nameLimit)], true
 }
 
-// sessionOf is the session that a process belongs to; 0 when it is gone.
+// sessionOf is the session that a process belongs to; -1 when it is gone.
 func sessionOf(pid int) int {
 	stat, err := readFile("/proc/" + strconv.Itoa(pid) + "/stat")
 	if err != nil {
-		return 0
+		return -1
 	}
 	f := strings.Fields(string(stat[strings.LastIndexByte(string(stat), ')')+1:]))
 	if len(f) < 4 {
-		return 0
+		return -1
 	}
-	session, _ := strconv.Atoi(f[3])
+	session, err := strconv.Atoi(f[3])
+	if err != nil {
+		return -1
+	}
 	return session
 }
