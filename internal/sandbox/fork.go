@@ -107,7 +107,7 @@ type start struct {
 func (m *Manager) plan(owner string, f *frozen, req ForkRequest) ([]start, error) {
 	var members []*member
 	if req.Path != PathCold && !m.claims.full(owner) {
-		members = f.pool.take(req.N)
+		members = f.pool.claim(req.N)
 	}
 	cold := req.N - len(members)
 	grants, refuse := m.admit(owner, f, req, cold)
@@ -199,7 +199,7 @@ func (m *Manager) startWarm(ctx context.Context, f *frozen, req ForkRequest, s s
 		return b, err
 	}
 	m.log.Warn("a pool member failed when it was claimed", "id", s.member.id, "tag", f.tag, "error", err)
-	if again := f.pool.take(1); len(again) == 1 {
+	if again := f.pool.claim(1); len(again) == 1 {
 		b, second := m.claim(ctx, f, req, again[0])
 		if second == nil || ctx.Err() != nil || !membersFault(second) {
 			return b, second

@@ -17,7 +17,8 @@ type gate struct {
 	lowActive int       // of them, by background work
 	lanes     list.List // of *lane: tenants whose users wait, the one first whose turn is next
 	byOwner   map[string]*lane
-	low       list.List // of *ticket
+	low       list.List     // of *ticket
+	calm      chan struct{} // closed when no user has a slot or waits for one; nil: nobody wants to know
 }
 
 // lane is the queue of one tenant's users.
@@ -124,7 +125,27 @@ func (g *gate) dropLocked(t *ticket) {
 	t.element = nil
 }
 
+// idle returns a channel that is closed once no user has a slot or waits for one.
+func (g *gate) idle() <-chan struct{} {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.calm == nil {
+		g.calm = make(chan struct{})
+	}
+	calm := g.calm
+	g.tellCalmLocked()
+	return calm
+}
+
+func (g *gate) tellCalmLocked() {
+	if g.calm != nil && g.active == g.lowActive && g.lanes.Len() == 0 {
+		close(g.calm)
+		g.calm = nil
+	}
+}
+
 func (g *gate) grantLocked() {
+	defer g.tellCalmLocked()
 	for g.active < g.slots && g.lanes.Len() > 0 {
 		l := g.lanes.Front().Value.(*lane)
 		g.lanes.MoveToBack(l.element)

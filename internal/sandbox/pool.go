@@ -32,6 +32,7 @@ type pool struct {
 	filling int
 	fails   int       // refills that failed in a row
 	rest    time.Time // no refill before
+	lacking time.Time // since when members are missing; zero: none is
 	problem string
 	closed  bool
 }
@@ -46,6 +47,13 @@ type member struct {
 const (
 	refillRetry    = time.Second
 	refillRetryMax = 15 * time.Second
+)
+
+// A refill costs a processor what tens of claims do, so it leaves those the field: it waits until none goes on, and for what they are
+// followed by, but not longer than patience, for a pool that is never filled is none.
+const (
+	afterClaim = 150 * time.Millisecond
+	patience   = 2 * time.Second
 )
 
 // newPool returns a pool of a snapshot that is ready. It works until it is closed or the Manager stops.
@@ -64,6 +72,7 @@ func (p *pool) run() {
 	for {
 		wanted, rest := p.wants()
 		if wanted && rest <= 0 {
+			p.yield()
 			if err := p.fillOne(); err != nil && p.life.Err() == nil {
 				p.note(err)
 			}
@@ -90,6 +99,27 @@ func (p *pool) wants() (bool, time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return !p.closed && len(p.ready)+p.filling < p.size, time.Until(p.rest)
+}
+
+// yield waits until no claim goes on, or the pool has waited long enough.
+func (p *pool) yield() {
+	p.mu.Lock()
+	p.lackLocked()
+	enough := time.NewTimer(time.Until(p.lacking.Add(patience)))
+	p.mu.Unlock()
+	defer enough.Stop()
+	select {
+	case <-p.m.claims.idle():
+	case <-enough.C:
+	case <-p.life.Done():
+	}
+}
+
+// lackLocked notes that members are missing.
+func (p *pool) lackLocked() {
+	if p.lacking.IsZero() {
+		p.lacking = time.Now()
+	}
 }
 
 // fillOne waits for a slot that no user wants and has a member made with it. It returns when that has begun, or why it can't.
@@ -229,6 +259,24 @@ func (p *pool) take(n int) []*member {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	return p.takeLocked(n)
+}
+
+// claim is take for somebody who waits for the members.
+func (p *pool) claim(n int) []*member {
+	if p == nil {
+		return nil
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.lackLocked()
+	if soon := time.Now().Add(afterClaim); p.rest.Before(soon) && soon.Before(p.lacking.Add(patience)) {
+		p.rest = soon
+	}
+	return p.takeLocked(n)
+}
+
+func (p *pool) takeLocked(n int) []*member {
 	n = min(n, len(p.ready))
 	taken := slices.Clone(p.ready[len(p.ready)-n:])
 	p.ready = slices.Delete(p.ready, len(p.ready)-n, len(p.ready))
@@ -249,6 +297,9 @@ func (p *pool) putBack(mem *member) {
 		return
 	}
 	p.ready = append(p.ready, mem)
+	if len(p.ready) == p.size {
+		p.lacking = time.Time{}
+	}
 	p.work.Go(func() { p.guard(mem) })
 	p.mu.Unlock()
 	p.m.emit(Event{Kind: EventPool, Tenant: p.frozen.tenant, Tag: p.frozen.tag})
@@ -279,7 +330,7 @@ func (p *pool) guard(mem *member) {
 func (p *pool) resize(size int) {
 	p.mu.Lock()
 	p.size = size
-	p.fails, p.rest, p.problem = 0, time.Time{}, ""
+	p.fails, p.rest, p.lacking, p.problem = 0, time.Time{}, time.Time{}, ""
 	extra := len(p.ready) - size
 	p.mu.Unlock()
 	if extra > 0 {

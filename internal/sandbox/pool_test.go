@@ -187,6 +187,44 @@ func TestRefillsWaitForUsers(t *testing.T) {
 	waitPool(t, d, "py", 2)
 }
 
+func TestRefillsWaitForClaims(t *testing.T) {
+	d := newWorld(t).start(t, options{})
+	d.snapshot(t, "py", nil)
+	f, release, err := d.useLive(t.Context(), "py")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer release()
+	p := d.newPool(f, 0)
+	p.lacking = time.Now().Add(time.Hour) // its patience does not end
+	claim := d.claims.enqueue("")
+	yielded := make(chan struct{})
+	go func() {
+		defer close(yielded)
+		p.yield()
+	}()
+	eventually(t, "the refill to wait", func() string {
+		d.claims.mu.Lock()
+		defer d.claims.mu.Unlock()
+		if d.claims.calm == nil {
+			return "it does not"
+		}
+		return ""
+	})
+	select {
+	case <-yielded:
+		t.Fatal("a refill did not wait for a claim that goes on")
+	default:
+	}
+	claim.release()
+	<-yielded
+
+	other := d.claims.enqueue("")
+	defer other.release()
+	p.lacking = time.Now().Add(-patience)
+	p.yield() // it has waited long enough
+}
+
 func TestPoolStopsWhenThereIsNoMemory(t *testing.T) {
 	l := Limits{MonitorOverhead: 10 << 20, GuestPrivate: 1 << 20, MemoryBudget: 2 * 11 << 20}
 	d := newWorld(t).start(t, options{limits: l})
