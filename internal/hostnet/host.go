@@ -133,6 +133,19 @@ func (n *Network) own(number int, is bool) error {
 	return errors.Join(err, n.conn.Flush())
 }
 
+// disown takes the devices of slots that were never used out of the host's rules.
+func (n *Network) disown(slots []*Slot) {
+	n.hostMu.Lock()
+	defer n.hostMu.Unlock()
+	var elements []nftables.SetElement
+	for _, s := range slots {
+		elements = append(elements, nftables.SetElement{Key: nameBytes(hostLink(s.number))})
+	}
+	if err := errors.Join(n.conn.SetDeleteElements(n.ownDevices(), elements), n.conn.Flush()); err != nil {
+		n.log.Warn("devices that are gone stay in the host's rules", "error", err)
+	}
+}
+
 // dropStale takes devices out of the host's rules that are no slot's of ours any more: another daemon may get their names.
 func (n *Network) dropStale() error {
 	n.mu.Lock()

@@ -3,11 +3,13 @@ package hostnet
 import (
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"net"
 	"net/netip"
 	"os"
 
 	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
 	nlns "github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
@@ -184,6 +186,33 @@ func (n *Network) unplug(number int) {
 		_ = netlink.LinkDel(link) // else it goes with its namespace
 	}
 	_ = n.own(number, false)
+}
+
+// unplugAll removes the pairs of slots that were never used, in one step: the kernel waits for all of its readers once for a step, however much
+// is in it. A slot whose pair stays keeps its number.
+func (n *Network) unplugAll(slots []*Slot) {
+	group := rand.Uint32() | 1<<31 // nobody else's: people number groups from 0
+	var in []*Slot
+	for _, s := range slots {
+		link, err := netlink.LinkByName(hostLink(s.number))
+		if err == nil && netlink.LinkSetGroup(link, int(group)) == nil {
+			in = append(in, s)
+		}
+	}
+	if len(in) == 0 {
+		return
+	}
+	req := nl.NewNetlinkRequest(unix.RTM_DELLINK, unix.NLM_F_ACK)
+	req.AddData(nl.NewIfInfomsg(unix.AF_UNSPEC))
+	req.AddData(nl.NewRtAttr(unix.IFLA_GROUP, nl.Uint32Attr(group)))
+	if _, err := req.Execute(unix.NETLINK_ROUTE, 0); err != nil {
+		n.log.Debug("devices are removed one by one", "error", err)
+		return
+	}
+	n.disown(in)
+	for _, s := range in {
+		s.number = 0
+	}
 }
 
 // numberOf finds a slot's number by the address of its uplink, which may be of another range: that of an earlier daemon.

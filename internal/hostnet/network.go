@@ -14,6 +14,7 @@ import (
 
 	"github.com/google/nftables"
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/forkd/forkd/internal/netpolicy"
 )
@@ -305,6 +306,8 @@ func (s *Slot) setHostAddrs(host []netip.Addr) error {
 	return s.setLocked(s.applied.policy)
 }
 
+const closersAtOnce = 32
+
 // Close stops the making of slots and throws those away that nobody uses. Networks of machines that live go on without us.
 func (n *Network) Close() error {
 	n.end()
@@ -313,9 +316,13 @@ func (n *Network) Close() error {
 	ready, live := n.ready, n.live
 	n.ready, n.live = nil, map[*Slot]bool{}
 	n.mu.Unlock()
+	n.unplugAll(ready)
+	var gone errgroup.Group // closing a connection to nftables waits for the kernel's readers
+	gone.SetLimit(closersAtOnce)
 	for _, s := range ready {
-		s.destroy()
+		gone.Go(func() error { s.destroy(); return nil })
 	}
+	_ = gone.Wait()
 	for s := range live {
 		s.mu.Lock()
 		s.released = true
