@@ -26,6 +26,8 @@ type benchForkCmd struct {
 	Tag  string `required:"" help:"Snapshot whose children are measured."`
 	N    int    `short:"n" default:"10" help:"Children at a time, each asked for by a request of its own."`
 	Only string `enum:",cold,claim" default:"" help:"Measure cold forks or claims from a full pool only."`
+
+	Rounds int `default:"1" help:"How often that is done; the times are over all."`
 }
 
 // Run measures forks of a snapshot through the daemon's API. Children that fail make it fail.
@@ -33,13 +35,16 @@ func (c *benchForkCmd) Run(p *program) error {
 	if c.N < 1 || c.N > 1000 {
 		return badUsage("choose 1 to 1000", "-n %d: not a number of children that can be started", c.N)
 	}
+	if c.Rounds < 1 || c.Rounds > 1000 {
+		return badUsage("choose 1 to 1000", "--rounds %d: not a number of rounds", c.Rounds)
+	}
 	cl, err := p.client()
 	if err != nil {
 		return err
 	}
 	ctx, cancel := context.WithTimeout(p.ctx, benchLimit)
 	defer cancel()
-	r, err := bench.Bench(ctx, cl, bench.Options{Tag: c.Tag, N: c.N, Only: c.Only, Progress: p.say})
+	r, err := bench.Bench(ctx, cl, bench.Options{Tag: c.Tag, N: c.N, Rounds: c.Rounds, Only: c.Only, Progress: p.say})
 	if err != nil {
 		return err
 	}

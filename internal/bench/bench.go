@@ -19,6 +19,7 @@ import (
 type Options struct {
 	Tag      string
 	N        int    // children at a time
+	Rounds   int    // how often; 0: once. The times are over all
 	Only     string // "cold", "claim", or "" for both
 	Progress func(format string, args ...any)
 }
@@ -31,6 +32,7 @@ type Report struct {
 	Accel         string  `json:"accel"`
 	MemMiB        int     `json:"mem_mib"`
 	N             int     `json:"n"`
+	Rounds        int     `json:"rounds"`
 	BootWarmMS    float64 `json:"boot_warm_ms"`
 	Cold          *Run    `json:"cold,omitempty"`       // the first answer is a ping's, as in the figures of other systems
 	ColdWork      *Run    `json:"cold_work,omitempty"`  // the first answer is work: an eval, or an exec where there is no interpreter
@@ -39,16 +41,17 @@ type Report struct {
 	Memory        *Memory `json:"memory,omitempty"`
 }
 
-// Run is n children asked for at the same time, each by a request of its own.
+// Run is children asked for at the same time, each by a request of its own, in one round after the other.
 type Run struct {
-	N      int     `json:"n"`
+	N      int     `json:"n"` // of all rounds
 	Failed int     `json:"failed"`
 	Errors []Count `json:"errors,omitempty"`
 	Ready  Times   `json:"ready"`  // until the request was answered: the guest had acknowledged its identity
 	Answer Times   `json:"answer"` // until the guest answered its first question
 }
 
-// Times are milliseconds from a request on, of the requests that succeeded. AllMS is from the first request to the last answer.
+// Times are milliseconds from a request on, of the requests that succeeded. AllMS is from the first request to the last answer, in the slowest
+// round.
 type Times struct {
 	P50MS float64 `json:"p50_ms"`
 	P90MS float64 `json:"p90_ms"`
@@ -88,7 +91,8 @@ func Bench(ctx context.Context, c *client.Client, opt Options) (Report, error) {
 	if err != nil {
 		return Report{}, err
 	}
-	r := Report{Tag: opt.Tag, N: opt.N, Engine: info.Engine, EngineVersion: info.EngineVersion, Accel: info.Accel, MemMiB: info.MemMiB,
+	opt.Rounds = max(opt.Rounds, 1)
+	r := Report{Tag: opt.Tag, N: opt.N, Rounds: opt.Rounds, Engine: info.Engine, EngineVersion: info.EngineVersion, Accel: info.Accel, MemMiB: info.MemMiB,
 		BootWarmMS: info.BootWarmMS}
 	before := info.Pool.Size
 	defer c.SetPool(context.WithoutCancel(ctx), opt.Tag, before) // best effort: the run's own error matters more
@@ -122,14 +126,22 @@ func both(ctx context.Context, c *client.Client, opt Options, path string, work 
 		answer Answer
 		run    **Run
 	}{{AnswerPing, &ping}, {work, &worked}} {
-		if err := prepare(); err != nil {
-			return ping, worked, err
+		var all []Child
+		var longest Times
+		for range opt.Rounds {
+			if err := prepare(); err != nil {
+				return ping, worked, err
+			}
+			children, run := Measure(ctx, c, opt.Tag, path, opt.N, m.answer)
+			all = append(all, children...)
+			longest.AllMS = max(longest.AllMS, run.Answer.AllMS)
+			if err := KillAll(ctx, c, children); err != nil {
+				return ping, worked, err
+			}
 		}
-		children, run := Measure(ctx, c, opt.Tag, path, opt.N, m.answer)
+		run := Summarise(all, time.Now())
+		run.Answer.AllMS = longest.AllMS
 		*m.run = &run
-		if err := KillAll(ctx, c, children); err != nil {
-			return ping, worked, err
-		}
 	}
 	return ping, worked, nil
 }
