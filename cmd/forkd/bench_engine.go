@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	"github.com/forkd/forkd/internal/bench/enginebench"
+	"github.com/forkd/forkd/internal/thread"
 )
 
 type benchEngineCmd struct {
@@ -27,6 +28,7 @@ func (c *benchEngineCmd) Run(p *program) error {
 	if c.Branches < 1 || c.Branches > 1000 {
 		return badUsage("choose 1 to 1000", "--branches %d: that can't be measured", c.Branches)
 	}
+	thread.Widen() // as in a daemon
 	ctx, cancel := context.WithTimeout(p.ctx, benchLimit)
 	defer cancel()
 	r, err := enginebench.Run(ctx, enginebench.Options{Binary: c.Firecracker, Confined: c.Confined, Jailer: c.Jailer, Branches: c.Branches, Only: c.Only, Progress: p.say})
