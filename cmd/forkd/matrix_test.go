@@ -92,7 +92,6 @@ type try struct {
 	fresh      func(m *matrix) string // makes what the request uses up, for who may; its result stands for %s
 	host       bool                   // what it is about is the default tenant's
 	extra      map[string]string      // headers
-	check      func(status int) bool  // instead of status
 }
 
 // tries are the requests of the matrix by operationId: every operation of openapi.yaml has one.

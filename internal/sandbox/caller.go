@@ -67,23 +67,6 @@ func (m *Manager) ownLocked(ctx context.Context, tag string) (*frozen, error) {
 // notShared stands in for the name of a snapshot that a caller may not know.
 const notShared = "(another tenant's)"
 
-// seenLocked are the names of snapshots as a caller may know them. Preconditions: m.mu is held.
-func (c Caller) seenLocked(all []*frozen) []string {
-	var names []string
-	hidden := false
-	for _, f := range all {
-		if c.sees(f) {
-			names = append(names, f.name())
-		} else {
-			hidden = true
-		}
-	}
-	if hidden {
-		names = append(names, notShared)
-	}
-	return names
-}
-
 // others says whether any of the snapshots is not the tenant's.
 func others(tenant string, all []*frozen) bool {
 	return slices.ContainsFunc(all, func(f *frozen) bool { return f.tenant != tenant })
