@@ -127,20 +127,20 @@ func both(ctx context.Context, c *client.Client, opt Options, path string, work 
 		run    **Run
 	}{{AnswerPing, &ping}, {work, &worked}} {
 		var all []Child
-		var longest Times
+		var longest float64
 		for range opt.Rounds {
 			if err := prepare(); err != nil {
 				return ping, worked, err
 			}
 			children, run := Measure(ctx, c, opt.Tag, path, opt.N, m.answer)
 			all = append(all, children...)
-			longest.AllMS = max(longest.AllMS, run.Answer.AllMS)
+			longest = max(longest, run.Answer.AllMS)
 			if err := KillAll(ctx, c, children); err != nil {
 				return ping, worked, err
 			}
 		}
 		run := Summarise(all, time.Now())
-		run.Answer.AllMS = longest.AllMS
+		run.Answer.AllMS = longest
 		*m.run = &run
 	}
 	return ping, worked, nil

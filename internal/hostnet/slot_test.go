@@ -4,6 +4,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/vishvananda/netlink"
+
 	"github.com/forkd/forkd/internal/netpolicy"
 )
 
@@ -58,5 +60,24 @@ func TestPolicies(t *testing.T) {
 	}
 	if rules := in(t, s, "nft", "list", "ruleset"); strings.Contains(rules, "names-") || strings.Contains(rules, "goto pass") {
 		t.Errorf("something is left of earlier policies:\n%s", rules)
+	}
+}
+
+// TestUnplugAll removes the pairs of several slots, and of no other, in one step.
+func TestUnplugAll(t *testing.T) {
+	if outside(t) {
+		return
+	}
+	n := open(t, Config{})
+	gone, stays := []*Slot{acquire(t, n), acquire(t, n)}, acquire(t, n)
+	names := []string{hostLink(gone[0].number), hostLink(gone[1].number)}
+	n.unplugAll(gone)
+	for i, name := range names {
+		if _, err := netlink.LinkByName(name); err == nil || gone[i].number != 0 {
+			t.Errorf("%s is still there (%v), or its slot has the number %d still", name, err, gone[i].number)
+		}
+	}
+	if _, err := netlink.LinkByName(hostLink(stays.number)); err != nil {
+		t.Errorf("the pair of another slot: %v", err)
 	}
 }
