@@ -29,8 +29,8 @@ def until(condition, what):
 
 
 def stop(name):
-    """Stops a program and returns when it stands: it first finishes the system call that it is in."""
-    tell(name, signal.SIGSTOP)
+    """Has a program stop itself and returns when it stands: it first finishes what it is in the middle of."""
+    tell(name, signal.SIGUSR1)
     stat = "/proc/%d/stat" % int(read(name + ".pid"))
     until(lambda: open(stat).read().rpartition(")")[2].split()[0] == "T", "the end of what %s was doing" % name)
 
