@@ -136,7 +136,7 @@ type Process struct {
 	PID        int    `json:"pid"`
 	StartTicks uint64 `json:"start_ticks"` // field 22 of /proc/PID/stat: with PID, one process for all time since boot
 	Dir        string `json:"dir"`         // the machine's run directory (sockets, logs)
-	IdleThread string `json:"idle_thread"` // name of a thread that may be stopped for an injected system call; empty: the main thread
+	IdleThread string `json:"idle_thread"` // name of a thread that may be stopped for an injected system call, once there is guest memory; empty: the main thread
 	UFFDDev    int    `json:"uffd_dev"`    // the number under which the monitor holds /dev/userfaultfd; 0: it holds none
 	LayerFDs   []int  `json:"layer_fds"`   // the numbers under which the monitor holds PrepareConfig.Layers, in order
 

@@ -57,14 +57,14 @@ func (s *suite) testMappings(t *testing.T) {
 	if !s.info.Features.LayersLoaded {
 		checkMapping(t, p.Process().PID, s.template.ram, s.h.Shape)
 	}
-	if name := p.Process().IdleThread; name != "" && !hasThread(p.Process().PID, name) {
-		t.Errorf("the monitor has no thread with the name %q, as Process().IdleThread says", name)
-	}
 	m, err := p.Load(s.step(t), s.template.state)
 	if err != nil {
 		t.Fatalf("Load: %v", err)
 	}
 	s.end(t, m)
+	if name := m.Process().IdleThread; name != "" && !hasThread(m.Process().PID, name) {
+		t.Errorf("the monitor has no thread with the name %q, as Process().IdleThread says", name)
+	}
 	checkMapping(t, m.Process().PID, s.template.ram, s.h.Shape)
 }
 
