@@ -2,6 +2,7 @@ package vmm
 
 import (
 	"bytes"
+	"regexp"
 	"strings"
 )
 
@@ -39,3 +40,10 @@ func PanicIn(console []byte) string {
 	}
 	return line
 }
+
+// haltLine is the last thing a kernel says that stops for good and has no power to switch off (kernel/reboot.c).
+var haltLine = regexp.MustCompile(`(?m)^\[ *\d+\.\d+\] reboot: (?:System halted|Power down)\r?$`)
+
+// HaltedIn tells whether a kernel said on its console, which is given from the begin of a line on, that it stops for good. Programs can say so, too:
+// of their own machine.
+func HaltedIn(console []byte) bool { return haltLine.Match(console) }

@@ -24,3 +24,23 @@ func TestPanicIn(t *testing.T) {
 		})
 	}
 }
+
+func TestHaltedIn(t *testing.T) {
+	for _, tc := range []struct {
+		name, console string
+		want          bool
+	}{
+		{"halted", "[    1.0] hello\r\n[   12.345678] reboot: System halted\r\n", true},
+		{"powered off, as far as that goes", "[   12.345678] reboot: Power down\n", true},
+		{"without the end of the line", "[   12.345678] reboot: Power down", true},
+		{"rebooted, which ends a machine by itself", "[   12.345678] reboot: Restarting system\n", false},
+		{"read of it", "the log says: [   12.345678] reboot: System halted\n", false},
+		{"something more", "[   12.345678] reboot: System halted?\n", false},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			if got := HaltedIn([]byte(tc.console)); got != tc.want {
+				t.Errorf("got %v, want %v", got, tc.want)
+			}
+		})
+	}
+}

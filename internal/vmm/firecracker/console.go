@@ -1,6 +1,7 @@
 package firecracker
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -17,9 +18,11 @@ import (
 // files of at most vmm.ConsoleLimit bytes each, so it survives the daemon. Firecracker holds the reading end of the pipe, too: while no
 // daemon reads, the pipe fills and then drops what is new; the guest is not held up.
 type console struct {
-	dir  string
-	pipe *os.File
-	done chan struct{} // closed when all was taken in
+	dir    string
+	pipe   *os.File
+	done   chan struct{} // closed when all was taken in
+	halted func()        // called once, when the guest's kernel said that it stops for good
+	line   []byte        // the one that is not ended yet; drain's own
 
 	mu    sync.Mutex
 	size  int64 // of the newer file
@@ -27,8 +30,8 @@ type console struct {
 }
 
 // newConsole begins to take in what comes out of pipe.
-func newConsole(dir string, pipe *os.File) *console {
-	c := &console{dir: dir, pipe: pipe, done: make(chan struct{})}
+func newConsole(dir string, pipe *os.File, halted func()) *console {
+	c := &console{dir: dir, pipe: pipe, done: make(chan struct{}), halted: halted}
 	if f, err := openConsole(dir, consoleFile, os.O_RDONLY); err == nil {
 		if fi, err := f.Stat(); err == nil {
 			c.size = fi.Size()
@@ -54,7 +57,7 @@ func consolePipe() (ours, inherited, written *os.File, err error) {
 }
 
 // reopenConsole takes over the console of a monitor that an earlier daemon started.
-func reopenConsole(dir string, pid int) (*console, error) {
+func reopenConsole(dir string, pid int, halted func()) (*console, error) {
 	pipe, err := os.OpenFile(fmt.Sprintf("/proc/%d/fd/1", pid), os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, fmt.Errorf("guest console: %w", err)
@@ -62,7 +65,7 @@ func reopenConsole(dir string, pid int) (*console, error) {
 	if fi, err := pipe.Stat(); err != nil || fi.Mode().Type() != os.ModeNamedPipe { // the monitor may have put something else there
 		return nil, errors.Join(fmt.Errorf("guest console: it is no pipe any more: %w", vmm.ErrGone), err, pipe.Close())
 	}
-	return newConsole(dir, pipe), nil
+	return newConsole(dir, pipe, halted), nil
 }
 
 // openConsole opens a file of a console, which must be one that a daemon made.
@@ -89,10 +92,30 @@ func (c *console) drain() {
 		n, err := c.pipe.Read(buf)
 		if n > 0 {
 			c.keep(buf[:n])
+			c.look(buf[:n])
 		}
 		if err != nil {
 			return
 		}
+	}
+}
+
+// longestLine is how much of a line is kept until its end comes.
+const longestLine = 256
+
+// look looks for a kernel's last words in what has come.
+func (c *console) look(b []byte) {
+	if c.halted == nil {
+		return
+	}
+	c.line = append(c.line, b...)
+	if vmm.HaltedIn(c.line) {
+		c.halted()
+		c.halted = nil
+	}
+	c.line = append(c.line[:0], c.line[bytes.LastIndexByte(c.line, '\n')+1:]...)
+	if len(c.line) > longestLine {
+		c.line = append(c.line[:0], '?') // none of a kernel's last words begins so
 	}
 }
 

@@ -214,7 +214,7 @@ func (e *Engine) Attach(ctx context.Context, id vmm.Process) (_ vmm.Machine, err
 	if fi, err := os.Stat(fmt.Sprintf("/proc/%d/fd/%d", id.PID, fdMemory)); err == nil {
 		s.memoryMiB = int(fi.Size() >> 20)
 	}
-	if s.console, err = reopenConsole(id.Dir, id.PID); err != nil {
+	if s.console, err = reopenConsole(id.Dir, id.PID, s.endHalted); err != nil {
 		return nil, err
 	}
 	s.running.set(info.State != statePaused)
@@ -305,7 +305,7 @@ func (e *Engine) spawn(s *session, c *command) (err error) {
 		return errors.Join(err, output.Close())
 	}
 	s.process.ID.UFFDDev, s.process.ID.LayerFDs, s.process.ID.IdleThread = c.uffd, c.layers, apiThread
-	s.console = newConsole(c.dir, output)
+	s.console = newConsole(c.dir, output, s.endHalted)
 	return nil
 }
 

@@ -100,3 +100,37 @@ func TestAttachFaults(t *testing.T) {
 		})
 	}
 }
+
+// TestGuestHalts: Firecracker goes on with a guest that has halted; its machine ends.
+func TestGuestHalts(t *testing.T) {
+	h := newFakeHost(t, fakeOrders{}, func(o *Options) { o.Serial = true })
+	h.freeze(t)
+	m, err := h.child(t.Context(), t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Kill()
+	heard := m.(Serial).Listen()
+	// A line comes in pieces; the first two are none of a kernel's.
+	for _, piece := range []string{strings.Repeat("x", longestLine+1), "[ 1.5] reboot: System halted\n", "[   12.3", "45678] reboot: Power", " down\r\n"} {
+		select {
+		case <-m.Done():
+			t.Fatalf("it ended before %q: %+v", piece, m.Exit())
+		default:
+		}
+		if _, err := m.(Serial).Write([]byte(piece)); err != nil {
+			t.Fatal(err)
+		}
+		for n := 0; n < len(piece); {
+			n += len(<-heard)
+		}
+	}
+	select {
+	case <-m.Done():
+	case <-time.After(callLimit):
+		t.Fatal("it has not ended")
+	}
+	if got := m.Exit(); got.Reason != vmm.ExitShutdown {
+		t.Errorf("it ended so: %+v", got)
+	}
+}

@@ -10,6 +10,7 @@ import (
 	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -43,6 +44,7 @@ type session struct {
 	memoryMiB int
 	parent    bool // its memory is Firecracker's own until it is frozen
 	running   gate // open while the guest runs
+	halted    atomic.Bool
 }
 
 // gate is open or closed, and can be waited for.
@@ -230,6 +232,8 @@ func (m *machine) watch() {
 	switch said := p.Said(); {
 	case m.killed:
 		m.exit = vmm.Exit{Reason: vmm.ExitKilled}
+	case m.session.halted.Load():
+		m.exit = vmm.Exit{Reason: vmm.ExitShutdown, Detail: "guest halted"}
 	case p.Status == "exit status 0" && panicked != "":
 		m.exit = vmm.Exit{Reason: vmm.ExitPanicked, Detail: panicked}
 	case p.Status == "exit status 0":
@@ -243,6 +247,13 @@ func (m *machine) watch() {
 	for s := range m.streams {
 		s.end()
 	}
+}
+
+// endHalted ends a Firecracker whose guest has halted, or would switch its power off. Firecracker has none to switch: it would go on with a guest that
+// does nothing any more.
+func (s *session) endHalted() {
+	s.halted.Store(true)
+	go s.process.Kill()
 }
 
 // lastWords bounds the wait for the rest of a console when its monitor has ended.
