@@ -110,7 +110,10 @@ func TestGuestHalts(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer m.Kill()
-	heard := m.(Serial).Listen()
+	if err := m.Resume(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	heard, limit := m.(Serial).Listen(), time.After(callLimit)
 	// A line comes in pieces; the first two are none of a kernel's.
 	for _, piece := range []string{strings.Repeat("x", longestLine+1), "[ 1.5] reboot: System halted\n", "[   12.3", "45678] reboot: Power", " down\r\n"} {
 		select {
@@ -122,12 +125,17 @@ func TestGuestHalts(t *testing.T) {
 			t.Fatal(err)
 		}
 		for n := 0; n < len(piece); {
-			n += len(<-heard)
+			select {
+			case b := <-heard:
+				n += len(b)
+			case <-limit:
+				t.Fatalf("it said %d bytes of %q", n, piece)
+			}
 		}
 	}
 	select {
 	case <-m.Done():
-	case <-time.After(callLimit):
+	case <-limit:
 		t.Fatal("it has not ended")
 	}
 	if got := m.Exit(); got.Reason != vmm.ExitShutdown {
