@@ -13,16 +13,16 @@ type goTestCmd struct {
 	Env    []string `short:"e" placeholder:"K=V" help:"A variable for the tests."`
 	Args   []string `arg:"" passthrough:"" help:"The package, as ./test/e2e, and flags for its test binary, such as -test.run=X."`
 
-	Firecracker string `env:"FORKD_FIRECRACKER" default:"firecracker" placeholder:"FILE" help:"The Firecracker binary, for tests with it."`
+	Monitors monitors `embed:""`
 }
 
 // Help says what the tests are told.
 func (*goTestCmd) Help() string {
-	return "The tests are told by their environment: FORKD_VM_TESTS=1, FORKD_E2E_ENGINE, FORKD_E2E_IMAGES: where images are, FORKD_BIN: the forkd to test, and FORKD_FIRECRACKER."
+	return "The tests are told by their environment: FORKD_VM_TESTS=1, FORKD_E2E_ENGINE, FORKD_E2E_IMAGES: where images are, FORKD_BIN: the forkd to test, FORKD_FIRECRACKER, and FORKD_JAILER."
 }
 
 // Run runs the tests.
 func (g *goTestCmd) Run(ctx context.Context, c *cli) error {
-	j := job{pkg: g.Args[0], engine: g.Engine, flags: g.Args[1:], env: g.Env}
-	return c.runJobs(ctx, place(ctx, g.Where), g.Firecracker, []job{j}, lab.ErrUnavailable)
+	j := job{pkg: g.Args[0], engine: g.Engine, jailed: g.Monitors.Jailer != "" && g.Engine == firecrackerEngine, flags: g.Args[1:], env: g.Env}
+	return c.runJobs(ctx, place(ctx, g.Where), g.Monitors, []job{j}, lab.ErrUnavailable)
 }

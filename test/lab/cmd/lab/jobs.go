@@ -17,15 +17,25 @@ import (
 	"github.com/forkd/forkd/test/lab/guest"
 )
 
-const firecrackerEngine = "firecracker"
+const (
+	firecrackerEngine = "firecracker"
+	jailer            = "jailer" // the name it is given by
+)
 
 // job is a test binary to be run once.
 type job struct {
 	pkg    string
 	what   string // in the name that the results get; may be empty
 	engine string // empty: the tests have nothing to do with one
+	jailed bool   // each Firecracker is started through its jailer
 	flags  []string
 	env    []string
+}
+
+// monitors are files that are not forkd's own.
+type monitors struct {
+	Firecracker string `env:"FORKD_FIRECRACKER" default:"firecracker" placeholder:"FILE" help:"The Firecracker binary, unmodified, 1.12 or newer."`
+	Jailer      string `env:"FORKD_JAILER" placeholder:"FILE" help:"Its jailer, of the same release, for tests that start each Firecracker through it."`
 }
 
 // title is the name of a job's results.
@@ -74,7 +84,7 @@ func compile(ctx context.Context, jobs []job) error {
 
 // runJobs runs them all, on the host or in one lab, and prints what go test -json prints. If the lab can't be had they are skipped when skip
 // is that very error.
-func (c *cli) runJobs(ctx context.Context, where, firecracker string, jobs []job, skip error) error {
+func (c *cli) runJobs(ctx context.Context, where string, with monitors, jobs []job, skip error) error {
 	if where == "lab" {
 		if err := lab.Available(ctx, lab.Options{Cache: c.Cache, MemMiB: c.Mem}); err != nil {
 			return c.skipJobs(where, jobs, skip, err)
@@ -91,9 +101,12 @@ func (c *cli) runJobs(ctx context.Context, where, firecracker string, jobs []job
 	for _, j := range jobs {
 		given[filepath.Base(binary(j.pkg))] = binary(j.pkg)
 		if j.engine == firecrackerEngine {
-			if given[firecrackerEngine], err = exec.LookPath(firecracker); err != nil {
+			if given[firecrackerEngine], err = exec.LookPath(with.Firecracker); err != nil {
 				return fmt.Errorf("no Firecracker at hand (%w): FORKD_FIRECRACKER=FILE or --firecracker FILE names one", err)
 			}
+		}
+		if j.jailed {
+			given[jailer] = with.Jailer
 		}
 	}
 	if where == "host" {
@@ -138,6 +151,9 @@ func (j job) environ(at func(name string) string) []string {
 	env := []string{"FORKD_VM_TESTS=1", "FORKD_E2E_IMAGES=" + at("images"), "FORKD_BIN=" + at("forkd"), "FORKD_E2E_ENGINE=" + j.engine}
 	if j.engine == firecrackerEngine {
 		env = append(env, "FORKD_FIRECRACKER="+at(firecrackerEngine))
+	}
+	if j.jailed {
+		env = append(env, "FORKD_JAILER="+at(jailer))
 	}
 	return env
 }

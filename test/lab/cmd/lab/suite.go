@@ -15,12 +15,13 @@ import (
 // suiteCmd runs what needs KVM, cgroup v2 or systemd: the engine contract's suite, the ways of a user and the snapshot graph end to end, limits,
 // and the service.
 type suiteCmd struct {
-	Where       string   `enum:"auto,host,lab" default:"auto" help:"Where to run: ${enum}."`
-	Engine      []string `enum:"qemu-kvm,firecracker" default:"qemu-kvm,firecracker" help:"What runs machines: ${enum}, or both."`
-	Short       bool     `help:"Only what every make test has room for."`
-	Only        string   `name:"run" placeholder:"REGEXP" help:"Only tests that match, as with go test."`
-	Firecracker string   `env:"FORKD_FIRECRACKER" default:"firecracker" placeholder:"FILE" help:"The Firecracker binary, unmodified, 1.12 or newer."`
-	Require     bool     `help:"Fail where something can't be had, instead of skipping its tests."`
+	Where   string   `enum:"auto,host,lab" default:"auto" help:"Where to run: ${enum}."`
+	Engine  []string `enum:"qemu-kvm,firecracker" default:"qemu-kvm,firecracker" help:"What runs machines: ${enum}, or both."`
+	Short   bool     `help:"Only what every make test has room for."`
+	Only    string   `name:"run" placeholder:"REGEXP" help:"Only tests that match, as with go test."`
+	Require bool     `help:"Fail where something can't be had, instead of skipping its tests."`
+
+	Monitors monitors `embed:""`
 }
 
 // Tests end to end. The short set is a way of a user through everything; all of it takes so long that it is had by asking for it.
@@ -29,6 +30,7 @@ const (
 	longTests  = `^(TestMainPath|TestConfined|TestLimits|TestSiblingsAreIndividuals|TestBranchesAreOfOneInstant|TestSnapshotGraph|TestSuspended|TestMonitorsKilled|TestDaemonKilled|TestDrain|TestGuestEnds|TestEval|TestExec|TestStateIsTheChildsOwn)$`
 
 	contractTests = `Conformance$`
+	jailedTests   = `^(TestMainPath|TestMonitorsKilled|TestDaemonKilled)$`
 	serviceTest   = `^(TestService|TestFirecrackerGuide)$`
 )
 
@@ -37,8 +39,12 @@ func (s *suiteCmd) jobs(engine string) []job {
 	e2e := func(what, tests string, limit time.Duration) job {
 		return job{pkg: "./test/e2e", what: what, engine: engine, flags: []string{"-test.run=" + tests, "-test.timeout=" + limit.String(), "-test.parallel=1"}}
 	}
+	jailed := func(j job) job {
+		j.jailed = s.Monitors.Jailer != "" && engine == firecrackerEngine
+		return j
+	}
 	if s.Only != "" {
-		return []job{e2e("", s.Only, time.Hour)}
+		return []job{jailed(e2e("", s.Only, time.Hour))}
 	}
 	service := e2e("service", serviceTest, 20*time.Minute)
 	switch {
@@ -47,7 +53,11 @@ func (s *suiteCmd) jobs(engine string) []job {
 	case s.Short:
 		return []job{e2e("", shortTests, 20*time.Minute)}
 	}
-	return []job{e2e("contract", contractTests, 40*time.Minute), e2e("", longTests, 2*time.Hour), service}
+	jobs := []job{e2e("contract", contractTests, 40*time.Minute), e2e("", longTests, 2*time.Hour), service}
+	if j := jailed(e2e("jailer", jailedTests, time.Hour)); j.jailed {
+		jobs = append(jobs, j)
+	}
+	return jobs
 }
 
 // Run runs the suite.
@@ -64,7 +74,7 @@ func (s *suiteCmd) Run(ctx context.Context, c *cli) error {
 	}
 	for _, engine := range s.Engine {
 		if engine == firecrackerEngine {
-			path, err := exec.LookPath(s.Firecracker)
+			path, err := exec.LookPath(s.Monitors.Firecracker)
 			if err != nil {
 				why := errors.New("no Firecracker at hand: FORKD_FIRECRACKER=FILE or --firecracker FILE names one, then: make test-firecracker")
 				if s.Require {
@@ -75,14 +85,14 @@ func (s *suiteCmd) Run(ctx context.Context, c *cli) error {
 				}
 				continue
 			}
-			s.Firecracker = path
+			s.Monitors.Firecracker = path
 		}
 		jobs = append(jobs, s.jobs(engine)...)
 	}
 	if !slices.ContainsFunc(jobs, func(j job) bool { return j.engine != "" }) {
 		return nil
 	}
-	return c.runJobs(ctx, where, s.Firecracker, jobs, skip)
+	return c.runJobs(ctx, where, s.Monitors, jobs, skip)
 }
 
 // place is where tests run: on the host if it has all they need.

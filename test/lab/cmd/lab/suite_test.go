@@ -14,7 +14,7 @@ import (
 
 // TestNoFirecracker: without one its tests are skipped, and said to be, or can't be run.
 func TestNoFirecracker(t *testing.T) {
-	s := suiteCmd{Where: "lab", Engine: []string{firecrackerEngine}, Firecracker: filepath.Join(t.TempDir(), "none")}
+	s := suiteCmd{Where: "lab", Engine: []string{firecrackerEngine}, Monitors: monitors{Firecracker: filepath.Join(t.TempDir(), "none")}}
 	out := captured(t, func() error { return s.Run(t.Context(), &cli{}) })
 	for _, want := range []string{`"Action":"skip"`, "test/e2e (lab, firecracker)", "no Firecracker at hand", "make test-firecracker"} {
 		if !strings.Contains(out, want) {
@@ -84,6 +84,8 @@ func TestJobs(t *testing.T) {
 		"short": {suiteCmd{Engine: engines, Short: true}, []string{"test/e2e (lab, qemu-kvm)", "test/e2e (lab, qemu-kvm, service)", "test/e2e (lab, firecracker)"}},
 		"all": {suiteCmd{Engine: engines}, []string{"test/e2e (lab, qemu-kvm, contract)", "test/e2e (lab, qemu-kvm)", "test/e2e (lab, qemu-kvm, service)",
 			"test/e2e (lab, firecracker, contract)", "test/e2e (lab, firecracker)", "test/e2e (lab, firecracker, service)"}},
+		"with a jailer": {suiteCmd{Engine: engines[1:], Monitors: monitors{Jailer: "jailer"}}, []string{"test/e2e (lab, firecracker, contract)", "test/e2e (lab, firecracker)",
+			"test/e2e (lab, firecracker, service)", "test/e2e (lab, firecracker, jailer)"}},
 		"some": {suiteCmd{Engine: engines[:1], Only: "TestX"}, []string{"test/e2e (lab, qemu-kvm)"}},
 	} {
 		if diff := cmp.Diff(tt.want, titles(tt.suite)); diff != "" {
