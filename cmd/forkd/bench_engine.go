@@ -64,7 +64,7 @@ func (p *program) printBenchEngine(r enginebench.Report) error {
 	}
 	for _, b := range r.Branches {
 		branches = append(branches, []string{fmt.Sprintf("%d MiB", b.MemMiB), fmt.Sprintf("%d MiB", b.DirtyMiB), millis(b.PauseP50MS), millis(b.PauseP90MS),
-			millis(b.PauseMaxMS), fmt.Sprintf("%d of %d", b.Torn, b.Branches), fmt.Sprintf("%d of %d", b.ControlTorn, b.Control)})
+			millis(b.PauseMaxMS), millis(b.StillP50MS), millis(b.StillP90MS), fmt.Sprintf("%d of %d", b.Torn, b.Branches), fmt.Sprintf("%d of %d", b.ControlTorn, b.Control)})
 	}
 	if len(starts) > 0 {
 		fmt.Fprintln(p.stdout)
@@ -74,7 +74,7 @@ func (p *program) printBenchEngine(r enginebench.Report) error {
 	}
 	if len(branches) > 0 {
 		fmt.Fprintln(p.stdout)
-		if err := p.table([]string{"BRANCH OF", "REWRITTEN", "PAUSE P50", "P90", "MAX", "TORN", "UNPROTECTED, TORN"}, branches); err != nil {
+		if err := p.table([]string{"BRANCH OF", "REWRITTEN", "PAUSE P50", "P90", "MAX", "GUEST STOOD STILL P50", "P90", "TORN", "UNPROTECTED, TORN"}, branches); err != nil {
 			return err
 		}
 	}

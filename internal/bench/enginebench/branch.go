@@ -2,6 +2,7 @@ package enginebench
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"os"
@@ -10,6 +11,7 @@ import (
 
 	"github.com/forkd/forkd/internal/memory"
 	"github.com/forkd/forkd/internal/vmm"
+	"github.com/forkd/forkd/internal/vmm/firecracker"
 	"github.com/forkd/forkd/internal/vmm/probeguest"
 )
 
@@ -71,11 +73,13 @@ func (r *rig) branchesOf(ctx context.Context, mib, n int) (_ Branch, err error) 
 	}
 	defer func() { err = errors.Join(err, m.Kill()) }()
 	var times [6][]time.Duration
+	var still []time.Duration
 	for range n {
-		got, torn, err := r.branch(ctx, f, m, false)
+		got, stood, torn, err := r.branch(ctx, f, m, false)
 		if err != nil {
 			return b, err
 		}
+		still = append(still, stood)
 		if torn > 0 {
 			b.Torn++
 			b.TornPages += uint64(torn)
@@ -88,11 +92,12 @@ func (r *rig) branchesOf(ctx context.Context, mib, n int) (_ Branch, err error) 
 	for i, p := range []*float64{&b.StopP50MS, &b.HoldP50MS, &b.ResumeP50MS, &b.AheadP50MS, &b.AfterP50MS} {
 		*p = quantile(times[i+1], 0.5)
 	}
+	b.StillP50MS, b.StillP90MS, b.StillMaxMS = quantile(still, 0.5), quantile(still, 0.9), quantile(still, 1)
 	if torn, _, err := status(ctx, m); err != nil || torn > 0 {
 		return b, fmt.Errorf("the source itself has %d torn pages: %w", torn, err)
 	}
 	for range b.Control {
-		_, torn, err := r.branch(ctx, f, m, true)
+		_, _, torn, err := r.branch(ctx, f, m, true)
 		if err != nil {
 			return b, fmt.Errorf("control: %w", err)
 		}
@@ -103,29 +108,48 @@ func (r *rig) branchesOf(ctx context.Context, mib, n int) (_ Branch, err error) 
 	return b, nil
 }
 
-// branch captures a guest and counts what a child of the branch finds torn.
-func (r *rig) branch(ctx context.Context, f *frozen, m vmm.Machine, unprotected bool) (_ memory.CaptureTimes, torn uint32, err error) {
+// branch captures a guest. It tells for how long the guest itself saw its work stand still at most, from shortly before the branch until it is asked
+// again right after its pause, and counts what a child of the branch finds torn.
+func (r *rig) branch(ctx context.Context, f *frozen, m vmm.Machine, unprotected bool) (_ memory.CaptureTimes, still time.Duration, torn uint32, err error) {
 	state, err := memory.New("bench-state", memory.PageSize)
 	if err != nil {
-		return memory.CaptureTimes{}, 0, err
+		return memory.CaptureTimes{}, 0, 0, err
 	}
 	defer state.Close()
 	hooks := memory.Hooks{
 		Pause:  func(ctx context.Context) error { return errors.Join(m.Pause(ctx), m.SaveState(ctx, state)) },
-		Resume: m.Resume,
+		Resume: func(ctx context.Context) error { return errors.Join(m.Resume(ctx), tell(m, probeguest.Still)) },
 	}
 	target := memory.Target{Process: m.Process(), Image: f.image}
-	got, err := memory.Capture(ctx, target, hooks, memory.CaptureOptions{Mode: memory.ModeLive, FillGaps: true, Unprotected: unprotected})
-	if err != nil {
-		return memory.CaptureTimes{}, 0, err
+	if _, err := hear(ctx, m, []byte{probeguest.Still}, wholeStill); err != nil {
+		return memory.CaptureTimes{}, 0, 0, err
 	}
+	var got *memory.Captured
+	said, err := hearAfter(ctx, m, nil, func() (err error) {
+		got, err = memory.Capture(ctx, target, hooks, memory.CaptureOptions{Mode: memory.ModeLive, FillGaps: true, Unprotected: unprotected})
+		return err
+	}, wholeStill)
+	if err != nil {
+		return memory.CaptureTimes{}, 0, 0, err
+	}
+	ticks := uint64(binary.LittleEndian.Uint32(said[1:])) * probeguest.StillUnit
+	still = time.Duration(ticks * uint64(time.Millisecond) / r.tscKHz)
 	img, err := f.image.Derive(got.Layer)
 	if err != nil {
-		return got.Times, 0, err
+		return got.Times, still, 0, err
 	}
 	defer func() { err = errors.Join(err, img.Close()) }()
 	torn, err = r.check(ctx, f.shape, img, state)
-	return got.Times, torn, err
+	return got.Times, still, torn, err
+}
+
+// wholeStill tells whether all of a guest's answer to Still was heard.
+func wholeStill(heard []byte) bool { return len(heard) >= 5 }
+
+// tell writes to a guest's serial port.
+func tell(m vmm.Machine, what byte) error {
+	_, err := m.(firecracker.Serial).Write([]byte{what})
+	return err
 }
 
 // check runs a child until it has seen all pages that its guest works on.

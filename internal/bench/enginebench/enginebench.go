@@ -65,9 +65,12 @@ type Branch struct {
 	MemMiB      int     `json:"mem_mib"`   // all resident
 	DirtyMiB    int     `json:"dirty_mib"` // what the guest rewrites
 	Branches    int     `json:"branches"`
-	PauseP50MS  float64 `json:"pause_p50_ms"`
+	PauseP50MS  float64 `json:"pause_p50_ms"` // from the call that stops the guest to the answer to the one that lets it go on
 	PauseP90MS  float64 `json:"pause_p90_ms"`
 	PauseMaxMS  float64 `json:"pause_max_ms"`
+	StillP50MS  float64 `json:"still_p50_ms"` // for how long the guest itself saw its work stand still at most, whoever had its processor
+	StillP90MS  float64 `json:"still_p90_ms"`
+	StillMaxMS  float64 `json:"still_max_ms"`
 	StopP50MS   float64 `json:"stop_p50_ms"` // of the pause: stop and save the state
 	HoldP50MS   float64 `json:"hold_p50_ms"`
 	ResumeP50MS float64 `json:"resume_p50_ms"`
@@ -97,6 +100,7 @@ type rig struct {
 	engine *firecracker.Engine
 	dir    string
 	uffd   *os.File // nil: this host has none
+	tscKHz uint64   // of the guests' time stamp counters
 	say    func(format string, args ...any)
 	count  atomic.Int64 // of machines, for their directories
 }
@@ -126,6 +130,7 @@ func Run(ctx context.Context, opt Options) (_ Report, err error) {
 	if err != nil {
 		return Report{}, err
 	}
+	r.tscKHz = info.TSCkHz
 	if f, err := memory.OpenUFFD(); err == nil {
 		r.uffd = f
 		defer f.Close()

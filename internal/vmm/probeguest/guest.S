@@ -5,6 +5,7 @@
 #   W n  says W and works on n pages from FIRST on, round after round: each page must hold the number of the round before in its first and
 #        its last word, and is given the number of this round. Every other page than that is counted as torn.
 #   S    says S, the count of torn pages and the number of the round, 4 bytes each
+#   M    says M and for how long its work stood still at most since the last M, in 256 ticks of the time stamp counter, 4 bytes
 #   H    says H and halts for ever: an idle guest that costs nothing
 # Any other byte comes back as it is. The generator is in generate.go.
 	.set DATA, 0x3f8		# serial port
@@ -48,7 +49,7 @@ command:
 	call obey
 	jmp command
 
-# obey does what the byte in al says. It changes all registers but r12 to r15.
+# obey does what the byte in al says. It changes all registers but r8, r9 and r12 to r15.
 obey:
 	cmpb $'T', %al
 	je touch
@@ -58,6 +59,8 @@ obey:
 	je work
 	cmpb $'S', %al
 	je say
+	cmpb $'M', %al
+	je longest
 	cmpb $'H', %al
 	jne put
 	call put
@@ -91,6 +94,28 @@ say:
 	movl %r12d, %eax
 	jmp put4
 
+longest:
+	call put
+	movq %r8, %rax
+	shrq $8, %rax
+	call put4
+	call beat			# what is said takes time, too
+	xorl %r8d, %r8d
+	ret
+
+# beat notes in r8 for how long at most it was not called, and in r9 when it was.
+beat:
+	rdtsc
+	shlq $32, %rdx
+	orq %rdx, %rax
+	movq %rax, %rdx
+	subq %r9, %rdx
+	movq %rax, %r9
+	cmpq %r8, %rdx
+	jbe 14f
+	movq %rdx, %r8
+14:	ret
+
 # work never returns. r14 is the number of pages, rdi the page, ecx how many are left of the round.
 work:
 	call number
@@ -105,6 +130,8 @@ work:
 	jnz 5b
 	movb $'W', %al
 	call put
+	call beat
+	xorl %r8d, %r8d
 round:
 	movq %r12, %r15			# what each page must hold
 	incq %r12
@@ -119,11 +146,15 @@ round:
 	addq $4096, %rdi
 	decl %ecx
 	jz 8f
-	testl $1023, %ecx		# ask for a command now and then
+	testl $7, %ecx
+	jnz 6b
+	call beat
+	testl $127, %ecx		# ask for a command now and then
 	jnz 6b
 	call poll
 	jmp 6b
-8:	call poll
+8:	call beat
+	call poll
 	jmp round
 torn:
 	incl %r13d

@@ -24,6 +24,7 @@ const (
 	Read   = 'G'
 	Work   = 'W'
 	Status = 'S'
+	Still  = 'M'
 	Halt   = 'H'
 	Echo   = '!' // any byte that is none of the others comes back
 )
@@ -63,6 +64,9 @@ func Kernel() []byte {
 func Command(what byte, pages uint32) []byte {
 	return binary.LittleEndian.AppendUint32([]byte{what}, pages)
 }
+
+// StillUnit is in how many ticks of the time stamp counter a guest that is told Still says for how long its work stood still.
+const StillUnit = 256
 
 // The self-test guest is a ROM that says a letter after each thing it could do, on port SelfTestPort, and ends with a write to
 // SelfTestExit.
