@@ -26,6 +26,7 @@ func (c *cleanupCmd) Run(p *program) error {
 	if err := c.fillDefaults(p.getenv); err != nil {
 		return err
 	}
+	c.Jailer = "" // nothing is started: one that can't be used here is no reason to leave anything
 	d, err := p.openDaemon(&c.daemonFlags, p.logger("text", "warn"), c.All)
 	if err != nil {
 		return err

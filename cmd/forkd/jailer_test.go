@@ -49,3 +49,13 @@ func TestJailerRefused(t *testing.T) {
 		})
 	}
 }
+
+// TestCleanupNeedsNoJailer: what is left over goes, whatever jailer a daemon was told of.
+func TestCleanupNeedsNoJailer(t *testing.T) {
+	dir := t.TempDir()
+	var out, errs bytes.Buffer
+	args := []string{"cleanup", "--all", "--networking", "off", "--jailer", "/no/such", "--data", dir + "/data", "--run", dir + "/run", "--cache", dir + "/cache"}
+	if code := run(t.Context(), args, strings.NewReader(""), &out, &errs, nil, fakeParts()); code != 0 {
+		t.Errorf("exit code %d: %s", code, errs.String())
+	}
+}

@@ -181,9 +181,11 @@ func (p *process) end() (problems []string) {
 
 // filesLeft lists what a daemon that ended and its cleanup should not have left in its directories.
 func (p *process) filesLeft() (left []string) {
-	for _, dir := range []string{p.run, filepath.Join(p.run, "vm"), filepath.Join(p.run, "console")} {
+	below := []string{"vm", "console", "probe"} // these stay, empty
+	for _, sub := range append([]string{"."}, below...) {
+		dir := filepath.Join(p.run, sub)
 		for _, name := range entries(dir) {
-			if name != "vm" && name != "console" {
+			if sub != "." || !slices.Contains(below, name) {
 				left = append(left, filepath.Join(dir, name))
 			}
 		}
