@@ -144,14 +144,37 @@ func Adopt(name string, id vmm.Process, users *confine.Users) (*Process, error) 
 	return p, nil
 }
 
-// waitPidfd returns when the process has ended.
+// waitPidfd returns when the process has ended. It keeps no thread: a daemon has hundreds of monitors.
 func waitPidfd(fd int) {
+	if pollPidfd(fd) == nil {
+		return
+	}
 	for {
-		fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
-		if _, err := unix.Poll(fds, -1); err == nil || !errors.Is(err, unix.EINTR) {
+		if n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, -1); n > 0 || err != nil && !errors.Is(err, unix.EINTR) {
 			return
 		}
 	}
+}
+
+// pollPidfd waits by the runtime's poller.
+func pollPidfd(fd int) error {
+	own, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	if err := unix.SetNonblock(own, true); err != nil { // the poller takes no others
+		return errors.Join(err, unix.Close(own))
+	}
+	f := os.NewFile(uintptr(own), "pidfd")
+	defer f.Close()
+	conn, err := f.SyscallConn()
+	if err != nil {
+		return err
+	}
+	return conn.Read(func(fd uintptr) bool {
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
+		return n > 0 || err != nil && !errors.Is(err, unix.EINTR)
+	})
 }
 
 // Kill ends the process and waits until it is gone.

@@ -56,6 +56,29 @@ func TestStopIsNoEnd(t *testing.T) {
 	}
 }
 
+// TestWaitKeepsNoThread: a daemon has hundreds of monitors, and waits for the end of each.
+func TestWaitKeepsNoThread(t *testing.T) {
+	const n = 40
+	threads := func() int {
+		tasks, err := os.ReadDir("/proc/self/task")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(tasks)
+	}
+	before := threads()
+	for range n {
+		p, err := Start(Command{Name: "sleep", Binary: "/bin/sleep", Dir: t.TempDir(), Args: []string{"60"}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer p.Kill()
+	}
+	if more := threads() - before; more > n/2 {
+		t.Errorf("%d processes are waited for with %d more threads", n, more)
+	}
+}
+
 func TestKillWaitsAndCleans(t *testing.T) {
 	dir := t.TempDir()
 	p, err := Start(Command{Name: "sleep", Binary: "/bin/sleep", Dir: dir, Args: []string{"60"}})
