@@ -11,7 +11,6 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
-	"os/signal"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -39,7 +38,7 @@ func TestMain(m *testing.M) {
 	vmmtest.RunMachineIfAsked()
 	openapi3filter.RegisterBodyDecoder("application/yaml", openapi3filter.PlainBodyDecoder)
 	testscript.Main(m, map[string]func(){"forkd": func() {
-		ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+		ctx, stop := untilSignal()
 		code := run(ctx, os.Args[1:], os.Stdin, os.Stdout, os.Stderr, os.Environ(), fakeParts())
 		stop()
 		os.Exit(code)
