@@ -42,9 +42,9 @@ type session struct {
 	log       *slog.Logger
 	jailed    bool // it is started through a jailer
 	memoryMiB int
-	parent    bool // its memory is Firecracker's own until it is frozen
-	running   gate // open while the guest runs
-	halted    atomic.Bool
+	parent    bool        // its memory is Firecracker's own until it is frozen
+	running   gate        // open while the guest runs
+	halted    atomic.Bool // its guest said that it stops for good, and the process is killed for that
 }
 
 // gate is open or closed, and can be waited for.

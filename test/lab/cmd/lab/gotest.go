@@ -23,6 +23,6 @@ func (*goTestCmd) Help() string {
 
 // Run runs the tests.
 func (g *goTestCmd) Run(ctx context.Context, c *cli) error {
-	j := job{pkg: g.Args[0], engine: g.Engine, jailed: g.Monitors.Jailer != "" && g.Engine == firecrackerEngine, flags: g.Args[1:], env: g.Env}
+	j := job{pkg: g.Args[0], engine: g.Engine, jailed: g.Monitors.jail(g.Engine), flags: g.Args[1:], env: g.Env}
 	return c.runJobs(ctx, place(ctx, g.Where), g.Monitors, []job{j}, lab.ErrUnavailable)
 }

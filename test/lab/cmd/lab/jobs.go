@@ -38,6 +38,9 @@ type monitors struct {
 	Jailer      string `env:"FORKD_JAILER" placeholder:"FILE" help:"Its jailer, of the same release, for tests that start each Firecracker through it."`
 }
 
+// jail tells whether an engine's machines are started through the jailer.
+func (m monitors) jail(engine string) bool { return m.Jailer != "" && engine == firecrackerEngine }
+
 // title is the name of a job's results.
 func (j job) title(where string) string {
 	var words []string

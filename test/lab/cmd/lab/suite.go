@@ -27,7 +27,7 @@ type suiteCmd struct {
 // Tests end to end. The short set is a way of a user through everything; all of it takes so long that it is had by asking for it.
 const (
 	shortTests = `^TestMainPath$`
-	longTests  = `^(TestMainPath|TestConfined|TestLimits|TestSiblingsAreIndividuals|TestBranchesAreOfOneInstant|TestSnapshotGraph|TestSuspended|TestMonitorsKilled|TestDaemonKilled|TestDrain|TestGuestEnds|TestEval|TestExec|TestStateIsTheChildsOwn)$`
+	longTests  = `^(TestMainPath|TestConfined|TestLimits|TestSiblingsAreIndividuals|TestBranchesAreOfOneInstant|TestSnapshotGraph|TestSuspended|TestMonitorsKilled|TestDaemonKilled|TestDrain|TestGuestEnds|TestEval|TestExec|TestStateIsTheChildsOwn|TestNetworkPolicies)$`
 
 	contractTests = `Conformance$`
 	jailedTests   = `^(TestMainPath|TestMonitorsKilled|TestDaemonKilled)$`
@@ -39,12 +39,10 @@ func (s *suiteCmd) jobs(engine string) []job {
 	e2e := func(what, tests string, limit time.Duration) job {
 		return job{pkg: "./test/e2e", what: what, engine: engine, flags: []string{"-test.run=" + tests, "-test.timeout=" + limit.String(), "-test.parallel=1"}}
 	}
-	jailed := func(j job) job {
-		j.jailed = s.Monitors.Jailer != "" && engine == firecrackerEngine
-		return j
-	}
 	if s.Only != "" {
-		return []job{jailed(e2e("", s.Only, time.Hour))}
+		j := e2e("", s.Only, time.Hour)
+		j.jailed = s.Monitors.jail(engine)
+		return []job{j}
 	}
 	service := e2e("service", serviceTest, 20*time.Minute)
 	switch {
@@ -54,7 +52,9 @@ func (s *suiteCmd) jobs(engine string) []job {
 		return []job{e2e("", shortTests, 20*time.Minute)}
 	}
 	jobs := []job{e2e("contract", contractTests, 40*time.Minute), e2e("", longTests, 2*time.Hour), service}
-	if j := jailed(e2e("jailer", jailedTests, time.Hour)); j.jailed {
+	if s.Monitors.jail(engine) {
+		j := e2e("jailer", jailedTests, time.Hour)
+		j.jailed = true
 		jobs = append(jobs, j)
 	}
 	return jobs
